@@ -1,0 +1,6 @@
+"""Attention of new tokens over a sequence's pages, behind one protocol."""
+
+from engine.attention.base import AttentionBackend
+from engine.attention.registry import get_backend
+
+__all__ = ["AttentionBackend", "get_backend"]

@@ -1,0 +1,76 @@
+"""Attention on CPU with torch's own kernels, reading runs of pages in place.
+
+A chunk attends to what is cached and to itself in separate calls that are merged by their log-sum-exps, because
+torch's causal mask is aligned to the top left, which is wrong for a chunk against a longer cache, and a mask tensor
+costs a quarter of the speed (76–86 against 101–109 GFLOP/s for 256–512 queries on 6,000 keys, float32, 2 AVX2 cores).
+Query heads of one KV head are folded into rows, so keys and values are never repeated over a long cache.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcache.sequence_cache import SequenceCache
+
+
+class CPUAttention:
+    """Attend with torch's fused CPU kernel (prefill) and batched matrix products (decode)."""
+
+    def prefill(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.prefill`."""
+        num_new, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
+        group = num_heads // num_kv_heads
+        out, lse = flash(
+            q.transpose(0, 1),
+            k.transpose(0, 1).repeat_interleave(group, 0),
+            v.transpose(0, 1).repeat_interleave(group, 0),
+            causal=True,
+        )
+        past = int(cache.lengths[layer, 0])
+        if past:
+            folded = (
+                q.view(num_new, num_kv_heads, group, head_dim)
+                .permute(1, 2, 0, 3)
+                .reshape(num_kv_heads, -1, head_dim)
+            )
+            for keys, values in cache.parts(layer, past):
+                part_out, part_lse = flash(folded, keys, values, causal=False)
+                out, lse = _merge(out, lse, part_out.reshape(out.shape), part_lse.reshape(lse.shape))
+        return out.transpose(0, 1), lse.transpose(0, 1)
+
+    def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.decode`."""
+        num_kv_heads = caches[0].pages.shape[1]
+        rows = (q * q.shape[2] ** -0.5).view(len(caches), num_kv_heads, -1, q.shape[2])  # [B, KVH, G, D]
+        out = torch.empty_like(rows)
+        lse = rows.new_empty(rows.shape[:3], dtype=torch.float32)
+        for i, cache in enumerate(caches):
+            parts = list(cache.parts(layer, int(cache.lengths[layer, 0]) + 1))
+            scores = [torch.bmm(rows[i], keys.transpose(1, 2)).float() for keys, _ in parts]
+            joined = scores[0] if len(parts) == 1 else torch.cat(scores, 2)
+            torch.logsumexp(joined, 2, out=lse[i])
+            weights = joined.sub_(lse[i, :, :, None]).exp_().to(q.dtype)
+            start = 0
+            for n, (_, values) in enumerate(parts):
+                part = torch.bmm(weights[:, :, start : start + values.shape[1]], values)
+                out[i] = part if n == 0 else out[i] + part
+                start += values.shape[1]
+        return out.view_as(q), lse.view(len(caches), -1)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return output `[H, Lq, D]` and log-sum-exp `[H, Lq]`; arguments `[H, L, D]`."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], k[None], v[None], 0.0, causal
+    )
+    return out[0], lse[0]
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two partial attentions over disjoint keys."""
+    weight = torch.sigmoid(other_lse - lse)[..., None].to(out.dtype)
+    return torch.lerp(out, other, weight), torch.logaddexp(lse, other_lse)

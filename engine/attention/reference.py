@@ -1,0 +1,48 @@
+"""Attention written to be read: the specification of every other backend.
+
+One lane at a time, every slot gathered through the block table, softmax in float32. Lanes may have any lengths.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcache.sequence_cache import SequenceCache
+
+
+class ReferenceAttention:
+    """Attend lane by lane."""
+
+    def prefill(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.prefill`; `k` and `v` are read from the pages instead."""
+        num_new, num_heads, head_dim = q.shape
+        num_kv_heads = cache.pages.shape[1]
+        group = num_heads // num_kv_heads
+        out = torch.empty_like(q)
+        lse = q.new_empty(num_new, num_heads, dtype=torch.float32)
+        for kv_head in range(num_kv_heads):
+            length = int(cache.lengths[layer, kv_head])
+            keys, values = _lane(cache, layer, kv_head, length + num_new)
+            # [0, length) older tokens, seen by all | [length, length + i] the chunk's own up to token i
+            visible = torch.arange(length + num_new) < length + 1 + torch.arange(num_new)[:, None]
+            hidden = ~visible.to(q.device)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                scores = (q[:, head].float() @ keys.T / head_dim**0.5).masked_fill(hidden, -torch.inf)
+                out[:, head] = (scores.softmax(-1) @ values).to(q.dtype)
+                lse[:, head] = scores.logsumexp(-1)
+        return out, lse
+
+    def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.decode`."""
+        results = [self.prefill(layer, q[i : i + 1], q, q, cache) for i, cache in enumerate(caches)]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _lane(cache: SequenceCache, layer: int, kv_head: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    pages = cache.pages[layer, kv_head].to(cache.pool.keys.device)
+    return tuple(
+        slab[pages].flatten(0, 1)[:num_tokens].float() for slab in (cache.pool.keys, cache.pool.values)
+    )

@@ -1,0 +1,102 @@
+"""From one byte budget to a page pool and a step size; planner and engine both ask here. No torch.
+
+The workspace is what a step's activations take; it is given at most a tenth of the budget, so a small budget
+means shorter steps (and so smaller chunks), never a step that outgrows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import BudgetError
+from kvcache.layout import CacheLayout
+
+if TYPE_CHECKING:
+    from engine.models.config import ModelConfig  # imports transformers, which a planner may not need yet
+    from kvcache.compressed_layout import CompressedLayout
+
+MIN_STEP_TOKENS = 16
+WORKSPACE_RATIO = 0.1
+ARENA_RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the byte budget was divided into. `capacity_pages` is what rows may hold at once.
+
+    Arenas are for compressing policies: `num_arenas` sequences of `arena_tokens` tokens are in prefill at once.
+    """
+
+    layout: CacheLayout | CompressedLayout
+    workspace_bytes: int
+    step_tokens: int
+    max_sequences: int
+    capacity_pages: int
+    arena_tokens: int = 0
+    num_arenas: int = 0
+
+
+def cache_layout(
+    model: ModelConfig, config: EngineConfig, element_bytes: int
+) -> CacheLayout | CompressedLayout:
+    """Return the page layout of a model under a cache policy."""
+    shape = (model.num_layers, model.num_kv_heads, model.head_dim, element_bytes)
+    if not config.cache.compresses:
+        return CacheLayout(*shape, config.cache.page_tokens)
+    from kvcache.compressed_layout import CompressedLayout
+
+    whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
+    return CompressedLayout(*shape, whole_bytes, config.cache)
+
+
+def divide_budget(model: ModelConfig, config: EngineConfig, element_bytes: int) -> Budget:
+    """Divide `config.memory_budget_bytes` between step workspace and page pool.
+
+    Args:
+        element_bytes: bytes of one element of weights, activations and cache.
+
+    Raises:
+        BudgetError: The budget does not hold the smallest step and one page of every lane.
+    """
+    layout = cache_layout(model, config, element_bytes)
+    # Residual and its norm, q k v and the attention's output and its partner in a merge, gate, up and their product.
+    token_elements = (
+        3 * model.hidden_size
+        + (4 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        + 3 * model.intermediate_size
+    )
+    token_bytes = token_elements * element_bytes
+    limit = int(config.memory_budget_bytes * WORKSPACE_RATIO)
+    step_tokens = max(MIN_STEP_TOKENS, min(config.step_tokens, limit // token_bytes))
+    # Logits are float32 and only of the sequences that sample; a quarter of the step keeps room for prefill.
+    max_sequences = max(
+        1, min(config.max_sequences, step_tokens // 4 * 3, limit // (4 * model.vocab_size) or 1)
+    )
+    workspace_bytes = step_tokens * token_bytes + max_sequences * 4 * model.vocab_size
+    arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens)
+    pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - arena_bytes)
+    if pages < layout.sequence_pages(1):
+        raise BudgetError(
+            f"a memory budget of {config.memory_budget_bytes:,} bytes leaves no room for a sequence: a step of "
+            f"{step_tokens} tokens takes {workspace_bytes:,} bytes, arenas {arena_bytes:,} and the shortest sequence "
+            f"{layout.sequence_bytes(1):,}; give engine.memory_budget more"
+        )
+    if config.pool_pages is not None:
+        pages = min(pages, config.pool_pages)
+    return Budget(layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas)
+
+
+def _arenas(
+    model: ModelConfig, layout: CacheLayout | CompressedLayout, config: EngineConfig, step_tokens: int
+) -> tuple[int, int, int]:
+    """Return tokens and number of arenas, and the bytes of all: enough to fill a step, and one for a prefix."""
+    cache = config.cache
+    if not cache.compresses:
+        return 0, 0, 0
+    tokens = layout.arena_tokens if cache.streaming else model.max_context
+    wanted = -(-step_tokens // cache.chunk_size) + 1
+    affordable = int(config.memory_budget_bytes * ARENA_RATIO) // layout.arena_bytes(tokens)
+    num = max(2, min(wanted, affordable))
+    return tokens, num, num * layout.arena_bytes(tokens)

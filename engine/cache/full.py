@@ -1,0 +1,97 @@
+"""Every token at the model's precision, in pages of one size."""
+
+import torch
+from torch import Tensor
+
+from engine.attention import get_backend
+from engine.cache.base import Attend
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence
+from kvcache.layout import CacheLayout
+from kvcache.pool import PagePool
+from kvcache.sequence_cache import SequenceCache, slot_mapping
+
+
+class FullCache:
+    """Keep sequences in a `PagePool`.
+
+    Args:
+        attention: backend name, or None for the device's own.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str | None = None,
+    ):
+        self.pool = PagePool(layout, num_pages, dtype=dtype, device=device)
+        self.backend = get_backend(attention or ("cpu" if device.type == "cpu" else "reference"))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.pool.allocated_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.pool.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.pool.peak_bytes
+
+    def can_open(self, num_blocks: int) -> bool:
+        """See `CacheBackend.can_open`."""
+        return num_blocks <= self.pool.num_free
+
+    def open(self, num_blocks: int, num_tokens: int, prefix: SequenceCache | None) -> SequenceCache:
+        """See `CacheBackend.open`."""
+        return SequenceCache(self.pool, num_tokens, prefix)
+
+    def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """See `CacheBackend.probe_tokens`; nothing is judged here."""
+        return []
+
+    def attend(self, plan: StepPlan) -> Attend:
+        """See `CacheBackend.attend`."""
+        decodes = [s.cache for s in plan.decodes]
+        chunks = [(c.sequence.cache, c.num_tokens) for c in plan.chunks]
+        caches = decodes + [cache for cache, _ in chunks]
+        slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.pool.store(slots[layer], k, v)
+            out = torch.empty_like(q)  # [T, H, D]
+            start = len(decodes)
+            if decodes:
+                out[:start] = self.backend.decode(layer, q[:start], decodes)[0]
+            for cache, count in chunks:
+                span = slice(start, start + count)
+                out[span] = self.backend.prefill(layer, q[span], k[span], v[span], cache)[0]
+                start += count
+            return out
+
+        return attend
+
+    def attend_aside(self, cache: SequenceCache) -> Attend:
+        """See `CacheBackend.attend_aside`."""
+        return lambda layer, q, k, v: self.backend.prefill(layer, q, k, v, cache)[0]
+
+    def advance(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
+        """See `CacheBackend.advance`."""
+        sequence.cache.advance(num_tokens)
+
+    def check(self) -> None:
+        """See `CacheBackend.check`."""
+        self.pool.check()

@@ -1,0 +1,34 @@
+"""Which cache a policy needs."""
+
+import torch
+
+from engine.budget import Budget
+from engine.cache.base import CacheBackend
+from engine.config import EngineConfig
+from engine.models.decoder import Decoder
+
+
+def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBackend:
+    """Return the cache for the engine's policy, its memory taken."""
+    if not config.cache.compresses:
+        from engine.cache.full import FullCache
+
+        return FullCache(
+            budget.layout,
+            budget.capacity_pages,
+            dtype=model.dtype,
+            device=model.device,
+            attention=config.attention,
+        )
+    from engine.cache.compressed import CompressedBackend
+
+    return CompressedBackend(
+        budget.layout,
+        budget.capacity_pages,
+        arena_tokens=budget.arena_tokens,
+        num_arenas=budget.num_arenas,
+        max_context=model.config.max_context,
+        dtype=model.dtype,
+        whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
+        device=model.device,
+    )

@@ -1,0 +1,204 @@
+"""The facade: requests in, results out as rows finish."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Tokens
+
+from engine.budget import divide_budget
+from engine.cache.registry import make_cache
+from engine.config import EngineConfig
+from engine.models.decoder import Decoder
+from engine.prefixes import PrefixCache
+from engine.request import EngineStats, Request, Result
+from engine.runner import Runner
+from engine.sampling import make_random, sample
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.stopping import cut_at_stop, finish_reason
+
+
+class LLM:
+    """Generate for many requests over one page pool.
+
+    Args:
+        model: a loaded decoder.
+        config: memory and step sizes.
+        decode: token ids → text, special tokens left out (`engine.detokenizer.Detokenizer`).
+
+    Raises:
+        BudgetError: The byte budget does not hold a step and a sequence.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
+        self.model = model
+        self.decode = decode
+        self.budget = divide_budget(model.config, config, model.dtype.itemsize)
+        self.cache = make_cache(self.budget, config, model)
+        self.runner = Runner(model, self.cache)
+        self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
+        self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
+        self._end_token_ids = frozenset(model.config.eos_token_ids)
+        self._totals = dict.fromkeys(
+            ("num_rows", "num_steps", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
+        )
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Yield a result for every request as it finishes.
+
+        Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
+        A request that can never run yields a result with finish reason `error`; others are not affected.
+        When the iterator is closed early, every page is given back.
+        """
+        source = iter(requests)
+        try:
+            while True:
+                yield from self._fill(source)
+                plan = self.scheduler.plan_step()
+                if not plan.num_tokens:
+                    assert not self.scheduler.waiting, "a row waits though nothing runs"
+                    return
+                yield from self._step(plan)
+        finally:
+            self.clear_cache()
+
+    def stats(self) -> EngineStats:
+        """Return the totals since the engine was made."""
+        return EngineStats(
+            **self._totals,
+            kv_allocated_bytes=self.cache.allocated_bytes,
+            kv_used_bytes=self.cache.used_bytes,
+            kv_peak_bytes=self.cache.peak_bytes,
+        )
+
+    def clear_cache(self) -> None:
+        """Drop every row and give every page back."""
+        for sequence in list(self.scheduler.running):
+            self.scheduler.finish(sequence)
+            sequence.cache.free()
+        self.scheduler.waiting.clear()
+        self.prefixes.clear()
+        self.cache.check()
+
+    def _fill(self, source: Iterator[Request]) -> Iterator[Result]:
+        """Admit rows until one has to wait, pulling requests as needed."""
+        while True:
+            if not self.scheduler.waiting:
+                request = next(source, None)
+                if request is None:
+                    return
+                problem = self._problem(request)
+                if problem:
+                    yield self._failure(request, problem)
+                    continue
+                shared = request.prefix_tokens
+                total = len(request.prompt_token_ids) + request.sampling.max_new_tokens
+                self.scheduler.add(Sequence(request, self.budget.layout.sequence_pages(total, shared)))
+            if not self._admit():
+                return
+
+    def _admit(self) -> bool:
+        """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
+        head = self.scheduler.waiting[0]
+        tokens = tuple(head.request.prompt_token_ids[: head.request.prefix_tokens])
+        missing = self.prefixes.missing_pages(tokens)
+        if not self.cache.can_open(head.num_pages + missing):
+            self.prefixes.drop_idle(keep=tokens)
+            missing = self.prefixes.missing_pages(tokens)
+        sequence = self.scheduler.admit(lambda pages: self.cache.can_open(pages + missing))
+        if sequence is None:
+            return False
+        sequence.admitted_s = time.perf_counter()
+        prefix = self.prefixes.get(tokens) if tokens else None
+        total = sequence.num_prompt_tokens + sequence.request.sampling.max_new_tokens
+        sequence.cache = self.cache.open(sequence.num_pages, total, prefix)
+        sequence.random = make_random(sequence.request.sampling, self.model.device)
+        if prefix:
+            sequence.reuse(len(tokens))
+        return True
+
+    def _problem(self, request: Request) -> str | None:
+        """Return why a request can never run, or None."""
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        if not 0 <= request.prefix_tokens < prompt:
+            return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
+        if prompt + new > self.model.config.max_context:
+            return (
+                f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of "
+                f"{self.model.config.max_context:,}"
+            )
+        layout, shared = self.budget.layout, request.prefix_tokens
+        pages = layout.sequence_pages(prompt + new, shared) + (layout.sequence_pages(shared) if shared else 0)
+        if pages > self.cache.num_blocks:
+            return (
+                f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
+                f"cache, the pool has {self.cache.allocated_bytes:,}"
+            )
+        return None
+
+    def _step(self, plan) -> Iterator[Result]:
+        """Execute a plan, append the chosen tokens and yield the rows that end with them."""
+        ready, logits = self.runner.execute(plan)
+        self._totals["num_steps"] += 1
+        if not ready:
+            return
+        tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
+        now = time.perf_counter()
+        for sequence, token in zip(ready, tokens, strict=True):
+            if token is None:
+                sequence.finish_reason = "error"
+                sequence.error_message = "the model's logits are not finite numbers"
+            else:
+                sequence.token_ids.append(token)
+                sequence.first_token_s = sequence.first_token_s or now
+                sequence.finish_reason = finish_reason(
+                    sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
+                )
+            if sequence.finish_reason:
+                yield self._finish(sequence, now)
+
+    def _finish(self, sequence: Sequence, now: float) -> Result:
+        layout = self.budget.layout
+        generated = sequence.generated
+        text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
+        self._totals["num_rows"] += 1
+        self._totals["prompt_tokens"] += sequence.num_prompt_tokens
+        self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens
+        self._totals["completion_tokens"] += len(generated)
+        first = sequence.first_token_s or now
+        result = Result(
+            request_id=sequence.request.request_id,
+            token_ids=generated,
+            text=text,
+            finish_reason=sequence.finish_reason,
+            error_message=sequence.error_message,
+            prompt_tokens=sequence.num_prompt_tokens,
+            completion_tokens=len(generated),
+            cached_prompt_tokens=sequence.cached_prompt_tokens,
+            num_chunks=sequence.num_chunks,
+            kv_full_bytes=sequence.kv_len * layout.token_bytes,
+            kv_kept_bytes=sequence.cache.kept_bytes,
+            kv_peak_bytes=sequence.cache.own_bytes,
+            prefill_s=first - sequence.admitted_s,
+            decode_s=now - first,
+        )
+        self.scheduler.finish(sequence)
+        sequence.cache.free()
+        return result
+
+    def _failure(self, request: Request, message: str) -> Result:
+        return Result(
+            request_id=request.request_id,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            error_message=message,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=0,
+            cached_prompt_tokens=0,
+            num_chunks=0,
+            kv_full_bytes=0,
+            kv_kept_bytes=0,
+            kv_peak_bytes=0,
+            prefill_s=0.0,
+            decode_s=0.0,
+        )

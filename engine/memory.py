@@ -1,0 +1,88 @@
+"""How much memory there is, and what a written budget means in bytes."""
+
+import os
+import re
+from pathlib import Path
+
+from engine.errors import BudgetError
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit not in ("", "b")}
+_UNITS |= {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
+
+
+def parse_budget(value: str | float | int) -> float | int:
+    """Read a budget as written: an int is bytes, a float in (0, 1) a fraction; `"60%"`, `"4GiB"`, `"512MB"`.
+
+    Raises:
+        BudgetError: It is none of these, or not positive.
+    """
+    problem = BudgetError(
+        f"memory_budget {value!r} is neither a fraction such as 0.6 or 60% nor a size such as 4GiB or 512MB"
+    )
+    if isinstance(value, bool):
+        raise problem
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[a-zA-Z]*)\s*", value)
+        if not match:
+            raise problem
+        number, unit = float(match[1]), match[2].lower()
+        if unit == "%":
+            value = number / 100
+        elif unit == "" and "." in match[1]:
+            value = number
+        elif unit in _UNITS:
+            value = int(number * _UNITS[unit])
+        else:
+            raise problem
+    if (isinstance(value, float) and not 0 < value < 1) or value <= 0:
+        raise problem
+    return value
+
+
+def resolve_budget(value: str | float | int, device: str = "cpu", *, reserved_bytes: int = 0) -> int:
+    """Return a written budget in bytes; a fraction is of the memory that is free now, less `reserved_bytes`.
+
+    Raises:
+        BudgetError: The value cannot be read, or a size exceeds the memory there is.
+    """
+    budget = parse_budget(value)
+    available = available_bytes(device) - reserved_bytes
+    if isinstance(budget, float):
+        return max(1, int(available * budget))
+    if budget > available:
+        raise BudgetError(
+            f"memory_budget {value!r} is {budget:,} bytes, but only {max(0, available):,} are free on {device}"
+        )
+    return budget
+
+
+def available_bytes(device: str = "cpu") -> int:
+    """Return the bytes a process may still take: of the GPU, or of this machine within its control group."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min([available, *_control_group_room()])
+
+
+def _control_group_room() -> list[int]:
+    """Return what the control group's limit (version 2, then 1) leaves, if it sets one."""
+    pairs = (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    )
+    for limit_file, usage_file in pairs:
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), int(Path(usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit() and int(limit) < 1 << 60:
+            return [max(0, int(limit) - usage)]
+    return []

@@ -1,0 +1,171 @@
+"""What a model is, read from its config.json and generation_config.json; no weights are touched here."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import AutoConfig
+
+from engine.errors import ModelError, UnsupportedModelError
+from engine.models.rope import RopeConfig, rope_config, rope_context, rope_parameters
+
+# architecture -> (qkv bias, output bias, mlp bias, qk-norm); a string names the config field that decides
+ARCHITECTURES: dict[str, tuple[str | bool, str | bool, str | bool, bool]] = {
+    "LlamaForCausalLM": ("attention_bias", "attention_bias", "mlp_bias", False),
+    "MistralForCausalLM": (False, False, False, False),
+    "Qwen2ForCausalLM": (True, False, False, False),
+    "Qwen3ForCausalLM": ("attention_bias", "attention_bias", False, True),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder and what it needs from the engine."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_context: int
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, max_context: int | None = None, trust_remote_code: bool = False
+    ) -> Self:
+        """Read the configuration of the model in a local directory.
+
+        Args:
+            max_context: Positions wanted; None takes all that the model has.
+
+        Raises:
+            UnsupportedModelError: an architecture or feature that the engine does not run, by name.
+            ModelError: the files are missing, unreadable or contradict each other.
+        """
+        path = Path(path)
+        architecture = _architecture(path)
+        try:
+            config = AutoConfig.from_pretrained(
+                path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # of many kinds; each means that transformers cannot use this config.json
+            raise ModelError(f"{path / 'config.json'}: {error}; fetch the model again") from error
+        _refuse_unsupported(config, architecture)
+        parameters = rope_parameters(config)
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        if num_heads % num_kv_heads:
+            raise ModelError(
+                f"config.json: {num_heads} heads cannot share {num_kv_heads} key/value heads evenly"
+            )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        qkv_bias, output_bias, mlp_bias, qk_norm = ARCHITECTURES[architecture]
+        context = _context(config, rope_context(config, parameters), max_context)
+        return cls(
+            architecture=architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_eps=config.rms_norm_eps,
+            max_context=context,
+            tie_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=_flag(config, qkv_bias),
+            output_bias=_flag(config, output_bias),
+            mlp_bias=_flag(config, mlp_bias),
+            qk_norm=qk_norm,
+            rope=rope_config(config, parameters, head_dim),
+            eos_token_ids=_eos_token_ids(path, config),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ModelError: missing, unreadable or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; is {path.parent} a model directory?") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object; fetch the model again")
+    return value
+
+
+def _architecture(path: Path) -> str:
+    # Judged before transformers sees the directory, so that an unknown model gets our answer, with its name.
+    raw = read_json(path / "config.json")
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return name
+    by_type = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
+    if not names and raw.get("model_type") in by_type:
+        return by_type[raw["model_type"]]
+    asked = ", ".join(map(str, names)) or raw.get("model_type") or "not named in config.json"
+    raise UnsupportedModelError(
+        f"architecture {asked} is not supported; supported: {', '.join(ARCHITECTURES)} ({path})"
+    )
+
+
+def _refuse_unsupported(config: Any, architecture: str) -> None:
+    activation = getattr(config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"{architecture} with hidden_act {activation!r} is not supported; only silu is"
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModelError(
+            f"weights quantised with {method} are not supported; use the bf16 model or a GGUF"
+        )
+
+
+def _context(config: Any, limit: int, wanted: int | None) -> int:
+    if wanted is not None and not 0 < wanted <= limit:
+        raise ModelError(f"model.max_context is {wanted}, but this model has 1 to {limit} positions")
+    context = wanted or limit
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)  # none: every layer slides
+    slides = window is not None and (layer_types is None or "sliding_attention" in layer_types)
+    if slides and context > window:
+        raise UnsupportedModelError(
+            f"sliding window attention (window {window}, context {context}) is not supported; "
+            f"set model.max_context to {window} or less"
+        )
+    return context
+
+
+def _flag(config: Any, source: str | bool) -> bool:
+    return source if isinstance(source, bool) else bool(getattr(config, source, False))
+
+
+def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
+    # The generation config decides where there is one: an instruct model ends turns with more than one token.
+    generation = path / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = config.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

@@ -1,0 +1,203 @@
+"""Weights: from safetensors files into fused, checked tensors.
+
+Q, K and V lie in one matrix, gate and up in another. Each is allocated once and filled tensor by tensor, so a
+load never holds the model twice. Every shape is checked before anything is copied.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.models.config import ModelConfig, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer; several of the checkpoint's matrices may be stacked in it."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one decoder layer."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Projection
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Projection
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a decoder; `head` is `embedding` itself where the two are tied."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]
+
+
+class Checkpoint:
+    """The safetensors files of a model directory, opened together."""
+
+    def __init__(self, path: Path) -> None:
+        """Open every file and list its tensors.
+
+        Raises:
+            ModelError: no safetensors, a missing shard, a truncated or corrupt file.
+        """
+        self.path = path
+        self._files = ExitStack()
+        self._owner: dict[str, Any] = {}
+        try:
+            for file in _weight_files(path):
+                self._open(file)
+        except BaseException:
+            self._files.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the checkpoint itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close every file."""
+        self._files.close()
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Compare the files with the tensors that the configuration asks for.
+
+        Raises:
+            ModelError: tensors are missing or have another shape, named.
+        """
+        missing = [name for name in shapes if name not in self._owner]
+        if missing:
+            raise ModelError(
+                f"{self.path}: {len(missing)} tensors are missing, the first is {missing[0]}; "
+                "fetch the model again"
+            )
+        for name, wanted in shapes.items():
+            found = tuple(self._owner[name].get_slice(name).get_shape())
+            if found != wanted:
+                raise ModelError(
+                    f"{self.path}: {name} has shape {list(found)}, config.json asks for {list(wanted)}; "
+                    "the configuration belongs to other weights"
+                )
+
+    def stacked(self, names: list[str], shapes: dict[str, tuple[int, ...]], like: Tensor) -> Tensor:
+        """Copy the named tensors below one another into a new tensor of the type and place of `like`."""
+        rows = [shapes[name][0] for name in names]
+        out = like.new_empty((sum(rows), *shapes[names[0]][1:]))
+        for name, part in zip(names, out.split(rows), strict=True):
+            part.copy_(self._owner[name].get_tensor(name))
+        return out
+
+    def _open(self, file: Path) -> None:
+        try:
+            handle = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
+            self._owner |= dict.fromkeys(handle.keys(), handle)
+        except FileNotFoundError:
+            raise ModelError(f"{file} is missing; fetch the model again") from None
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} is truncated or corrupt ({error}); fetch the model again") from error
+
+
+def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Load a model's weights in the given type.
+
+    Raises:
+        ModelError: the files are missing or corrupt, or do not fit the configuration.
+    """
+    shapes = _shapes(config)
+    like = torch.empty(0, dtype=dtype, device=device)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check(shapes)
+
+        def tensor(*names: str) -> Tensor:
+            return checkpoint.stacked(list(names), shapes, like)
+
+        def projection(*names: str) -> Projection:
+            has_bias = f"{names[0]}.bias" in shapes
+            weight = tensor(*(f"{name}.weight" for name in names))
+            return Projection(weight, tensor(*(f"{name}.bias" for name in names)) if has_bias else None)
+
+        def layer(index: int) -> LayerWeights:
+            at = f"model.layers.{index}"
+            attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+            return LayerWeights(
+                attention_norm=tensor(f"{at}.input_layernorm.weight"),
+                qkv=projection(*(f"{attention}.{part}_proj" for part in "qkv")),
+                q_norm=tensor(f"{attention}.q_norm.weight") if config.qk_norm else None,
+                k_norm=tensor(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                output=projection(f"{attention}.o_proj"),
+                mlp_norm=tensor(f"{at}.post_attention_layernorm.weight"),
+                gate_up=projection(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=projection(f"{mlp}.down_proj"),
+            )
+
+        embedding = tensor("model.embed_tokens.weight")
+        return Weights(
+            embedding=embedding,
+            layers=tuple(layer(index) for index in range(config.num_layers)),
+            norm=tensor("model.norm.weight"),
+            head=embedding if config.tie_embeddings else tensor("lm_head.weight"),
+        )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / SINGLE_FILE).exists():
+        return [path / SINGLE_FILE]
+    if (path / INDEX_FILE).exists():
+        names = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelError(f"{path / INDEX_FILE} has no weight_map; fetch the model again")
+        return [path / name for name in sorted(set(names.values()))]
+    raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are read")
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor that the configuration asks for."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    projections = (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for index in range(config.num_layers):
+        at = f"model.layers.{index}"
+        shapes[f"{at}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[f"{at}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{at}.self_attn.k_norm.weight"] = (config.head_dim,)
+        for name, rows, columns, has_bias in projections:
+            shapes[f"{at}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{at}.{name}.bias"] = (rows,)
+    return shapes

@@ -1,0 +1,48 @@
+"""Shared prompt prefixes: computed once, held until the engine is idle or the room is needed."""
+
+from engine.cache.base import CacheBackend, SequenceHandle
+from engine.request import Request, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import StepPlan, plan_chunks
+from engine.sequence import Sequence
+
+
+class PrefixCache:
+    """Hold the caches of prefixes by their token ids."""
+
+    def __init__(self, cache: CacheBackend, layout, runner: Runner, step_tokens: int):
+        self._cache = cache
+        self._layout = layout
+        self._runner = runner
+        self._step_tokens = step_tokens
+        self._caches: dict[tuple[int, ...], SequenceHandle] = {}
+
+    def missing_pages(self, tokens: tuple[int, ...]) -> int:
+        """Return the pages that `get(tokens)` would take from the pool."""
+        if not tokens or tokens in self._caches:
+            return 0
+        return self._layout.sequence_pages(len(tokens))
+
+    def get(self, tokens: tuple[int, ...]) -> SequenceHandle:
+        """Return the prefix's cache, computing it the first time.
+
+        Raises:
+            PoolExhausted: The pool has too few free pages.
+        """
+        if tokens not in self._caches:
+            request = Request(-1, tokens, SamplingParams(max_new_tokens=1))
+            sequence = Sequence(request, self.missing_pages(tokens), is_prefix=True)
+            sequence.cache = self._cache.open(sequence.num_pages, len(tokens), None)
+            while sequence.in_prefill:
+                self._runner.execute(StepPlan((), plan_chunks([sequence], self._step_tokens)))
+            self._caches[tokens] = sequence.cache
+        return self._caches[tokens]
+
+    def drop_idle(self, keep: tuple[int, ...]) -> None:
+        """Give back the prefixes other than `keep`; rows that share their pages keep them."""
+        for tokens in [t for t in self._caches if t != keep]:
+            self._caches.pop(tokens).free()
+
+    def clear(self) -> None:
+        """Give back every prefix."""
+        self.drop_idle(keep=())

@@ -1,0 +1,113 @@
+"""What goes into the engine and what comes out. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "repetition", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Say how a row's tokens are chosen and when it ends.
+
+    Args:
+        max_new_tokens: the most tokens generated.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the likeliest tokens that together reach this probability.
+        min_p: drop tokens less likely than this fraction of the likeliest.
+        seed: of this row's own random stream, so that a row's draw does not depend on its neighbours.
+        stop: strings that end the row; the text is cut before them.
+        stop_token_ids: tokens that end the row, besides the model's own end tokens.
+        ignore_eos: let the model's own end tokens pass.
+        repetition_stop: end a row that repeats a short cycle (`engine.stopping.is_repeating`).
+
+    Raises:
+        ValueError: A value out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_stop: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
+            "temperature must not be negative": self.temperature >= 0,
+            "top_k must not be negative": self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "stop strings must not be empty": all(self.stop),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"{message}: {self}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask for one row's generation.
+
+    Args:
+        request_id: the caller's name for the row; comes back on the result.
+        prompt_token_ids: the whole prompt.
+        sampling: how to generate.
+        prefix_tokens: leading prompt tokens that other requests share; their KV is computed once.
+        probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
+            attend to each chunk before it judges what to keep of it.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    prefix_tokens: int = 0
+    probe_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's generation and what it cost.
+
+    `token_ids` holds every generated token, an end token included; `text` leaves out special tokens, whatever
+    follows a stop string, and the bytes of a character that was not finished. Byte counts are of KV cache:
+    `kv_full_bytes` what all tokens would take at the model's precision, `kv_kept_bytes` the pages held at the end,
+    `kv_peak_bytes` the most pages held, both without pages shared with other rows. `prefill_s` runs from admission
+    to the first token, `decode_s` from there to the last; rows share both times.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    error_message: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    num_chunks: int
+    kv_full_bytes: int
+    kv_kept_bytes: int
+    kv_peak_bytes: int
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again."""
+
+    num_rows: int
+    num_steps: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    kv_allocated_bytes: int
+    kv_used_bytes: int
+    kv_peak_bytes: int

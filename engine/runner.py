@@ -1,0 +1,61 @@
+"""Executes a step plan: one forward pass over all its tokens. No policy."""
+
+import torch
+from torch import Tensor
+
+from engine.cache.base import CacheBackend
+from engine.models.decoder import Decoder
+from engine.scheduler import Chunk, StepPlan
+from engine.sequence import Sequence
+
+
+class Runner:
+    """Run a model over a cache."""
+
+    def __init__(self, model: Decoder, cache: CacheBackend):
+        self.model = model
+        self.cache = cache
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> tuple[list[Sequence], Tensor]:
+        """Compute a step's tokens, cache their KV and count them.
+
+        Returns:
+            The sequences that now choose a token, and their logits, float32 `[N, V]`.
+        """
+        spans = [Chunk(s, 1) for s in plan.decodes] + list(plan.chunks)
+        tokens: list[int] = []
+        positions: list[int] = []
+        last_rows = []
+        for sequence, count in ((span.sequence, span.num_tokens) for span in spans):
+            start = sequence.num_computed_tokens
+            tokens += sequence.token_ids[start : start + count]
+            last_rows.append(len(tokens) - 1)
+            if sequence.in_prefill:  # the question's tokens, as if they came next
+                tokens += self.cache.probe_tokens(sequence, count)
+            positions += range(sequence.position, sequence.position + len(tokens) - len(positions))
+        device = self.model.device
+        hidden = self.model.forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            self.cache.attend(plan),
+        )
+        ready, rows = [], []
+        for span, row in zip(spans, last_rows, strict=True):
+            sequence, was_prefill = span.sequence, span.sequence.in_prefill
+            sequence.advance(span.num_tokens)
+            self.cache.advance(sequence, span.num_tokens, prompt_ends=was_prefill and not sequence.in_prefill)
+            if not sequence.in_prefill:
+                ready.append(sequence)
+                rows.append(row)
+        return ready, self.model.logits(hidden[rows])
+
+    @torch.inference_mode()
+    def peek(self, sequence: Sequence, token_ids: list[int]) -> Tensor:
+        """Return the logits `[len(token_ids), V]` after each token, were they to follow; nothing is cached."""
+        device = self.model.device
+        positions = torch.arange(sequence.position, sequence.position + len(token_ids), device=device)
+        hidden = self.model.forward(
+            torch.tensor(token_ids, device=device), positions, self.cache.attend_aside(sequence.cache)
+        )
+        return self.model.logits(hidden)

@@ -1,0 +1,97 @@
+"""What the next step computes and who may enter: decisions alone, no torch.
+
+A row enters in order, when its whole need is free: all pages of prompt and longest output. So nothing is ever
+preempted. A step takes one token of every decoding row first; prompt chunks fill the rest of the token budget.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.sequence import Sequence
+
+MIN_CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next `num_tokens` prompt tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step computes."""
+
+    decodes: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+
+def chunk_size(num_prompt_tokens: int) -> int:
+    """Return the tokens a prompt advances in a step that it shares with others."""
+    return max(MIN_CHUNK_TOKENS, num_prompt_tokens // 16)
+
+
+class Scheduler:
+    """Keep the waiting and the running rows.
+
+    Args:
+        step_tokens: token budget of a step.
+        max_sequences: the most rows running at once.
+    """
+
+    def __init__(self, step_tokens: int, max_sequences: int):
+        self.step_tokens = step_tokens
+        self.max_sequences = max_sequences
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a row behind those that wait."""
+        self.waiting.append(sequence)
+
+    def admit(self, fits: Callable[[int], bool]) -> Sequence | None:
+        """Move the first waiting row to the running ones if its whole need `fits`, else return None."""
+        if not self.waiting or len(self.running) >= self.max_sequences:
+            return None
+        if not fits(self.waiting[0].num_pages):
+            return None
+        self.running.append(self.waiting.popleft())
+        return self.running[-1]
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a row off the running ones."""
+        self.running.remove(sequence)
+
+    def plan_step(self) -> StepPlan:
+        """Choose the next step's tokens; an empty plan means that nothing runs."""
+        decodes = tuple(s for s in self.running if not s.in_prefill)
+        return StepPlan(
+            decodes, plan_chunks([s for s in self.running if s.in_prefill], self.step_tokens - len(decodes))
+        )
+
+
+def plan_chunks(prefills: list[Sequence], budget_tokens: int) -> tuple[Chunk, ...]:
+    """Divide a step's prompt tokens among rows in prefill, oldest first.
+
+    Each takes its adaptive chunk while the budget lasts. What is left then lengthens the oldest rows' chunks: a
+    short step wastes the matrix units, and earlier rows that decode sooner share their steps with later prefills.
+    """
+    sizes: list[int] = []
+    for sequence in prefills:
+        size = min(sequence.chunk_limit, chunk_size(sequence.num_prompt_tokens), budget_tokens)
+        if size <= 0:
+            break
+        sizes.append(size)
+        budget_tokens -= size
+    for i, sequence in enumerate(prefills[: len(sizes)]):
+        more = min(sequence.chunk_limit - sizes[i], budget_tokens)
+        sizes[i] += more
+        budget_tokens -= more
+    return tuple(Chunk(sequence, size) for sequence, size in zip(prefills, sizes, strict=False))

@@ -1,0 +1,73 @@
+"""One row on its way through the engine. No torch: the cache is held, never looked into."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import FinishReason, Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Keep a row's tokens and its three counts.
+
+    The counts are equal until compression, which moves `kv_len` alone:
+    `num_computed_tokens`, tokens whose KV has been computed or was found in a shared prefix;
+    `position`, the rotary position of the next token to compute; `kv_len`, slots its longest lane holds.
+    """
+
+    request: Request
+    num_pages: int  # reserved at admission, shared pages left out
+    is_prefix: bool = False  # others will continue it: its prompt does not end
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    position: int = 0
+    kv_len: int = 0
+    cached_prompt_tokens: int = 0
+    num_chunks: int = 0
+    cache: Any = None  # kvcache.SequenceCache while admitted
+    random: Any = None  # torch.Generator of a row that samples
+    finish_reason: FinishReason | None = None
+    error_message: str | None = None
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def chunk_limit(self) -> int:
+        """The most prompt tokens the next step may take, by the cache's policy."""
+        left = self.num_prompt_tokens - self.num_computed_tokens
+        return min(left, self.cache.open_chunk_tokens) if self.cache else left
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    def reuse(self, num_tokens: int) -> None:
+        """Count the first `num_tokens` prompt tokens as computed: a shared prefix holds them."""
+        assert self.num_computed_tokens == 0 and num_tokens < self.num_prompt_tokens
+        self.cached_prompt_tokens = num_tokens
+        self.num_computed_tokens = self.position = self.kv_len = num_tokens
+
+    def advance(self, num_tokens: int) -> None:
+        """Count the next `num_tokens` tokens as computed and cached."""
+        if self.in_prefill:
+            self.num_chunks += 1
+        self.num_computed_tokens += num_tokens
+        self.position += num_tokens
+        self.kv_len += num_tokens
+        assert self.num_computed_tokens <= len(self.token_ids), "more computed than there is"

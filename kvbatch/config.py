@@ -1,0 +1,156 @@
+"""From a job file and its overrides to a `Job`, and from a `Job` to its fingerprint.
+
+Every error names the file and line (or the -s argument), the key and the remedy.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kvbatch.errors import JobFileError
+from kvbatch.job import Job
+from kvbatch.overrides import apply_overrides
+from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar, read_source
+
+# what decides the output; engine and output decide where and how fast
+SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache")
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job file.
+
+    Args:
+        path: the YAML file.
+        overrides: `a.b=c` each, values in YAML.
+
+    Raises:
+        JobFileError: The file, an override or a value is wrong; all mistakes are named at once.
+    """
+    source = read_source(Path(path))
+    apply_overrides(source, overrides)
+    expand_environment(source)
+    try:
+        return _validate(source)
+    except ValidationError as error:
+        if not _retype(source, error):
+            raise JobFileError(_explain(source, error)) from None
+    try:
+        return _validate(source)
+    except ValidationError as error:
+        raise JobFileError(_explain(source, error)) from None
+
+
+def config_hash(job: Job) -> str:
+    """Return 12 hex digits over everything in the job that decides its output."""
+    data = job.model_dump(mode="json", include=set(SEMANTIC_SECTIONS))
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def to_yaml(job: Job) -> str:
+    """Return the job with all defaults, as a job file that can be run."""
+    text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return text.replace("${", "$${")
+
+
+def _validate(source: Source) -> Job:
+    # through JSON, because only there a strict tuple may be written as a list
+    return Job.model_validate_json(json.dumps(source.data))
+
+
+def _retype(source: Source, error: ValidationError) -> bool:
+    """Read values from the environment as YAML where the key wants no text: `limit: ${N:-10}`."""
+    changed = False
+    for item in error.errors():
+        key = _real_key(source.data, item["loc"])
+        if key in source.expanded:
+            source.expanded.discard(key)
+            _set(source.data, key, parse_scalar(_get(source.data, key)))
+            changed = True
+    return changed
+
+
+def _explain(source: Source, error: ValidationError) -> str:
+    messages: dict[KeyPath, str] = {}
+    for item in error.errors():
+        key = _real_key(source.data, item["loc"])
+        known = _known_keys(key[:-1])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.5)
+            home = "" if near else _home_of(str(key[-1]))
+            remedy = f"did you mean '{near[0]}'?" if near else f"{home}known here: {', '.join(known)}"
+            text = f"unknown key '{dotted(key)}'; {remedy}"
+        elif item["type"] == "missing":
+            missing = (*key, item["loc"][-1]) if not key or key[-1] != item["loc"][-1] else key
+            text = f"key '{dotted(missing)}' is missing; add it"
+        else:
+            text = _complaint(key, item)
+            if not key:  # sections that contradict each other: the message begins with the key at fault
+                key = _real_key(source.data, text.split(" ")[0].split("."))
+        if key in messages and item["type"] != "extra_forbidden":
+            messages[key] += f"; or {_lower(item['msg'])}"  # another branch of a union
+        else:
+            messages[key] = f"{source.place(key)}: {text}"
+    return "\n".join(messages.values())
+
+
+def _complaint(key: KeyPath, item: Any) -> str:
+    message = item["msg"].removeprefix("Value error, ")
+    if key == ("cache", "compress_method"):
+        message = "this version keeps the cache whole; the only value is 'none'"
+    elif item["type"] != "value_error":
+        given = json.dumps(item["input"], ensure_ascii=False, default=str)
+        message = f"{_lower(message)}, not {given if len(given) < 80 else given[:77] + '…'}"
+    return f"key '{dotted(key)}': {message}" if key else message
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _real_key(data: Any, loc: Sequence[str | int]) -> KeyPath:
+    """Cut pydantic's location to the part that exists in the file: it adds the branches of unions."""
+    key: list[str | int] = []
+    for part in loc:
+        if isinstance(data, dict) and part in data or isinstance(data, list) and isinstance(part, int):
+            data = data[part]
+            key.append(part)
+        else:
+            break
+    return tuple(key)
+
+
+def _get(data: Any, key: KeyPath) -> Any:
+    for part in key:
+        data = data[part]
+    return data
+
+
+def _set(data: Any, key: KeyPath, value: Any) -> None:
+    _get(data, key[:-1])[key[-1]] = value
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if get_origin(annotation) is Union:
+        annotation = next((a for a in get_args(annotation) if isinstance(a, type)), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _known_keys(section: KeyPath) -> list[str]:
+    model: type[BaseModel] | None = Job
+    for part in section:
+        field = model.model_fields.get(str(part)) if model else None
+        model = _section(field.annotation) if field else None
+    return list(model.model_fields) if model else []
+
+
+def _home_of(name: str) -> str:
+    """Say which section knows a key that was put into the wrong one."""
+    homes = [key for key in Job.model_fields if name in _known_keys((key,))]
+    return f"'{name}' belongs to '{homes[0]}'; " if homes else ""

@@ -1,0 +1,181 @@
+"""Open a file and take its compression off, by magic bytes; owns what counts as truncated.
+
+gzip, bz2 and xz are unpacked frame by frame here, because the standard file classes take whatever follows a
+frame for padding; zstd goes through pyarrow, which reports a cut frame (zstandard's stream reader does not).
+"""
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import BinaryIO, Protocol
+
+import pyarrow as pa
+
+READ_BYTES = 1 << 17
+MAX_LAYERS = 4
+MAGIC_BYTES = 6
+
+
+class StreamError(Exception):
+    """A compressed stream is cut or damaged; the message does not name the file."""
+
+
+class _Reader(Protocol):
+    def read(self, num_bytes: int) -> bytes: ...
+
+
+class _GzipFrame:
+    """Give zlib's decompressor the interface of bz2's and lzma's."""
+
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(wbits=31)  # 31: gzip header and checked trailer
+        self._filled = False
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        out = self._inflate.decompress(self._inflate.unconsumed_tail + data, max_length)
+        self._filled = len(out) == max_length
+        return out
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._inflate.unconsumed_tail and not self._filled
+
+    @property
+    def eof(self) -> bool:
+        return self._inflate.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inflate.unused_data
+
+
+class _FrameReader:
+    """Unpack frame after frame (gzip members, bz2 and xz streams) until the source ends."""
+
+    def __init__(self, source: BinaryIO, codec: str, new_frame: Callable):
+        self._source, self._codec, self._new_frame = source, codec, new_frame
+        self._padding = b"" if codec == "bzip2" else b"\0"
+        self._frame = None
+        self._pending = b""
+
+    def read(self, num_bytes: int) -> bytes:
+        try:
+            return self._read(num_bytes)
+        except (OSError, zlib.error, lzma.LZMAError) as error:
+            raise StreamError(f"the {self._codec} data is damaged ({error})") from error
+
+    def _read(self, num_bytes: int) -> bytes:
+        while True:
+            if self._frame is None and not self._start_frame():
+                return b""
+            data, self._pending = self._pending, b""
+            if not data and self._frame.needs_input:
+                data = self._source.read(READ_BYTES)
+                if not data:
+                    raise StreamError(f"the {self._codec} data ends early: the file is truncated")
+            out = self._frame.decompress(data, num_bytes)
+            if self._frame.eof:
+                self._pending, self._frame = self._frame.unused_data, None
+            if out:
+                return out
+
+    def _start_frame(self) -> bool:
+        """Open the next frame; zero bytes between gzip members or xz streams are padding."""
+        while not (data := self._pending.lstrip(self._padding)):
+            self._pending = self._source.read(READ_BYTES)
+            if not self._pending:
+                return False
+        self._pending = data
+        self._frame = self._new_frame()
+        return True
+
+
+class _ZstdReader:
+    def __init__(self, source: BinaryIO):
+        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
+
+    def read(self, num_bytes: int) -> bytes:
+        try:
+            return self._stream.read(num_bytes)
+        except OSError as error:
+            if "runcated" in str(error):
+                raise StreamError("the zstd data ends early: the file is truncated") from error
+            raise StreamError(f"the zstd data is damaged ({error})") from error
+
+
+class _Raw(io.RawIOBase):
+    """Fill whole buffers from a reader that may return less, so that a peek sees all magic bytes."""
+
+    def __init__(self, reader: _Reader):
+        self._reader = reader
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        filled = 0
+        while filled < len(buffer):
+            data = self._reader.read(len(buffer) - filled)
+            if not data:
+                break
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
+
+
+def codec_of(head: bytes) -> str | None:
+    """Name the compression that a file's first bytes announce; None for none."""
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if head.startswith(b"BZh"):
+        return "bzip2"
+    if head.startswith(b"\xfd7zXZ\0"):
+        return "xz"
+    is_skippable = len(head) >= 4 and 0x50 <= head[0] <= 0x5F and head[1:4] == b"\x2a\x4d\x18"
+    return "zstd" if head.startswith(b"\x28\xb5\x2f\xfd") or is_skippable else None
+
+
+def _unpack(source: BinaryIO, codec: str) -> _Reader:
+    if codec == "zstd":
+        return _ZstdReader(source)
+    frames = {"gzip": _GzipFrame, "bzip2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+    return _FrameReader(source, codec, frames[codec])
+
+
+def open_stream(path: str) -> tuple[BinaryIO, tuple[str, ...]]:
+    """Open a file for reading with every layer of compression taken off.
+
+    Returns:
+        The stream, which reads in bounded memory, and the codecs from the outside in.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        StreamError: the first bytes are cut or damaged, or there are more than four layers;
+            a later read raises it for what lies there.
+    """
+    stream: BinaryIO = open(path, "rb", buffering=READ_BYTES)  # noqa: SIM115 (the caller closes it)
+    layers: tuple[str, ...] = ()
+    try:
+        while codec := codec_of(stream.peek(MAGIC_BYTES)[:MAGIC_BYTES]):
+            if len(layers) == MAX_LAYERS:
+                raise StreamError(f"compressed more than {MAX_LAYERS} times")
+            layers += (codec,)
+            stream = _Layer(_Raw(_unpack(stream, codec)), stream)
+    except BaseException:
+        stream.close()
+        raise
+    return stream, layers
+
+
+class _Layer(io.BufferedReader):
+    """A buffered stream that closes the one it reads from."""
+
+    def __init__(self, raw: io.RawIOBase, source: BinaryIO):
+        super().__init__(raw, buffer_size=READ_BYTES)
+        self._source = source
+
+    def close(self) -> None:
+        super().close()
+        self._source.close()

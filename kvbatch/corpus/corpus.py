@@ -1,0 +1,157 @@
+"""The corpus of a job: its files checked up front, its rows as one stream; owns the order of rows."""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import pyarrow as pa
+
+from kvbatch.corpus.discovery import FileProblem, SourceFile, discover
+from kvbatch.corpus.document import Document
+from kvbatch.corpus.fields import FieldTypes
+from kvbatch.corpus.jsonl import JsonlReader
+from kvbatch.corpus.parquet import read_parquet
+from kvbatch.corpus.parquet_schema import ParquetColumns, find_columns
+from kvbatch.corpus.schema import IdRange, OutputSchema, ParquetSchema, decide_schema, merge_parquet
+from kvbatch.corpus.spec import InputSpec
+from kvbatch.corpus.where import RowFilter
+from kvbatch.errors import InputError
+
+
+class Corpus:
+    """Read the input of a job.
+
+    The first whole pass over `documents()` is the plan pass: it decides the types of the output's id and
+    passthrough columns. Later passes give the same rows as long as the files stay as they are.
+
+    Raises:
+        InputError: `where` is not a condition on single rows.
+    """
+
+    def __init__(self, spec: InputSpec):
+        self.spec = spec
+        found = discover(spec.paths, spec.format)
+        self.files: tuple[SourceFile, ...] = tuple(found.files)
+        self.warnings: list[str] = found.warnings  # for the user; a pass may add to it
+        self._missing = tuple(found.problems)
+        self._filter = None if spec.where is None else RowFilter(spec.where)
+        self._unseen: set[str] = set()  # of this pass: wanted columns that were nowhere yet
+        self._num_records = 0
+        self._schema: OutputSchema | None = None
+
+    @cached_property
+    def _opened(self) -> tuple[dict[str, ParquetColumns], list[FileProblem]]:
+        """The columns of every Parquet file that can be read, and what is wrong with the others."""
+        columns: dict[str, ParquetColumns] = {}
+        problems: list[FileProblem] = []
+        where = () if self._filter is None else self._filter.columns
+        for file in self.files:
+            try:
+                if file.format == "parquet":
+                    columns[file.path] = find_columns(file, self.spec, where)
+            except InputError as error:
+                problems.append(FileProblem(file.path, str(error).removeprefix(f"{file.path}: ")))
+        return columns, problems
+
+    @cached_property
+    def _parquet(self) -> ParquetSchema:
+        return merge_parquet(self._opened[0])
+
+    def problems(self) -> list[FileProblem]:
+        """Open every file and say what cannot be read, or not together with the other files."""
+        return [*self._missing, *self._opened[1], *self._parquet.problems]
+
+    def check(self) -> None:
+        """Refuse the input if any file of it cannot be read.
+
+        Raises:
+            InputError: names every such file, or a column of `where` or `passthrough` that no file has.
+        """
+        problems = self.problems()
+        if problems:
+            lines = [f"{problem.path}: {problem.message}" for problem in problems]
+            start = "" if len(lines) == 1 else f"{len(lines)} problems with the input:\n  "
+            raise InputError(start + "\n  ".join(lines))
+        if self.files and all(file.format == "parquet" for file in self.files):
+            columns = self._opened[0].values()
+            present = {name for each in columns for name in each.where} | set(self._parquet.fields)
+            for name in self._wanted():
+                if name not in present:
+                    raise InputError(f"column {name!r} is in none of the {len(self.files)} input files")
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the rows of every file, in input order, rejected rows in their place.
+
+        Raises:
+            InputError: what `check()` raises; a file cannot be read to its end; after the last row, a column
+                that the job names is in no file.
+        """
+        self.check()
+        fields, ids = FieldTypes(), IdRange()
+        limit = self.spec.limit
+        self._unseen = set(self._wanted()) - set(self._parquet.fields)
+        for columns in self._opened[0].values():
+            self._unseen -= set(columns.where)
+        count = self._num_records = 0
+        for file in self.files if limit != 0 else ():
+            for document in self.read(file, fields):
+                ids.note(document.row_id)
+                count += 1
+                yield document
+                del document
+                if count == limit:
+                    break
+            if count == limit:
+                break
+        else:
+            if self._unseen and self._num_records:
+                raise InputError(f"no record and no file has the column {sorted(self._unseen)[0]!r}")
+        records = next((file.path for file in self.files if file.format == "jsonl"), "")
+        schema = decide_schema(self.spec, self._parquet, fields, ids, records)
+        self._schema = self._schema or schema
+
+    def read(self, file: SourceFile, fields: FieldTypes) -> Iterator[Document]:
+        """Yield the rows of one file, telling `fields` about the values of its records.
+
+        Raises:
+            InputError: the file cannot be read to its end.
+        """
+        if file.format == "parquet":
+            columns = self._opened[0].get(file.path)
+            if columns is None:
+                self.check()
+            yield from read_parquet(file, self.spec, columns, self._filter)
+            return
+        reader = JsonlReader(file, self.spec, self._filter, fields)
+        yield from reader.documents()
+        self._num_records += reader.num_records
+        self._unseen &= reader.unseen
+        if reader.num_records and self.spec.text_name in reader.unseen:
+            message = (
+                f"{file.path}: no record has the text column {self.spec.text_name!r}; {reader.listed_names()}"
+            )
+            self.warnings += [] if message in self.warnings else [message]
+
+    def _wanted(self) -> list[str]:
+        """The columns that have to be in some file: those of `where` and of `passthrough`."""
+        named = () if self.spec.passthrough == "all" else self.spec.passthrough
+        return [*named, *(() if self._filter is None else self._filter.columns)]
+
+    @property
+    def schema(self) -> OutputSchema:
+        """The types of the output's id and passthrough columns; known once a pass came to its end."""
+        assert self._schema is not None, "read documents() to its end before the schema is asked for"
+        return self._schema
+
+    @property
+    def id_type(self) -> pa.DataType:
+        """The type of the id column; known once a pass came to its end."""
+        return self.schema.id_type
+
+    @property
+    def passthrough_schema(self) -> pa.Schema:
+        """The passthrough columns; known once a pass came to its end."""
+        return self.schema.passthrough
+
+    def to_table(self, documents: Iterable[Document]) -> pa.Table:
+        """Build the id column and the passthrough columns of some rows in their final types."""
+        return self.schema.table(documents)

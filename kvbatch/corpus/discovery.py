@@ -1,0 +1,143 @@
+"""Find the files that a job's paths name, in one order; owns what is ignored and what is skipped aloud."""
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvbatch.corpus.sniff import identify, looks_like_data
+from kvbatch.errors import InputError
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file. `label` is its name within the input, part of the ids made up for its rows."""
+
+    path: str
+    label: str
+    format: str
+    compression: tuple[str, ...]
+    num_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """A file, or a path that names none, that cannot be read at all."""
+
+    path: str
+    message: str
+
+
+@dataclass
+class Discovery:
+    """What the paths of a job lead to."""
+
+    files: list[SourceFile] = field(default_factory=list)
+    problems: list[FileProblem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def discover(paths: Iterable[str], wanted: str) -> Discovery:
+    """Find the input files: paths in the order given, sorted by name within a directory or pattern.
+
+    A file that several paths reach is taken once, at its first place. In directories and patterns, names that
+    start with `_` or `.` are ignored and files that are no data are skipped with a warning.
+    """
+    found = Discovery()
+    seen: set[str] = set()
+    for path in map(os.path.expanduser, paths):
+        for candidate, label in _expand(path, found):
+            real = os.path.realpath(candidate)
+            if real in seen:
+                continue
+            seen.add(real)
+            try:
+                format_, compression = identify(candidate, wanted)
+                stat = os.stat(candidate)
+            except (InputError, OSError) as error:
+                message = str(error)
+                found.problems.append(FileProblem(candidate, message.removeprefix(f"{candidate}: ")))
+                continue
+            found.files.append(
+                SourceFile(candidate, label, format_, compression, stat.st_size, stat.st_mtime_ns)
+            )
+    found.files = _distinct_labels(found.files)
+    return found
+
+
+def _distinct_labels(files: list[SourceFile]) -> list[SourceFile]:
+    """Fall back to the whole path where two files of different places have one label."""
+    count = Counter(file.label for file in files)
+    return [replace(file, label=file.path) if count[file.label] > 1 else file for file in files]
+
+
+def _expand(path: str, found: Discovery) -> Iterator[tuple[str, str]]:
+    """Yield the candidates that one path of the job stands for, each with its label."""
+    if os.path.isdir(path):
+        candidates = _walk(path, found)
+        root, suffix = path, ""
+    elif os.path.lexists(path) or not glob.has_magic(path):
+        yield path, os.path.basename(path)
+        return
+    else:
+        candidates = _match(path, found)
+        root = _fixed_part(path)
+        suffix = os.path.splitext(path)[1]  # `*.log` says what is wanted; no name ends like `*.*`
+    num_problems = len(found.problems)
+    nearest: dict[
+        str, list[str]
+    ] = {}  # of a file that links make appear at several depths, the shortest path
+    for parts in sorted((each.split(os.sep) for each in candidates), key=lambda parts: (len(parts), parts)):
+        nearest.setdefault(os.path.realpath(os.sep.join(parts)), parts)
+    is_unlisted = len(found.problems) > num_problems
+    num_data = 0
+    for candidate in map(os.sep.join, sorted(nearest.values())):
+        if looks_like_data(candidate) or (
+            suffix and not glob.has_magic(suffix) and candidate.endswith(suffix)
+        ):
+            num_data += 1
+            yield candidate, os.path.relpath(candidate, root).replace(os.sep, "/")
+        else:
+            found.warnings.append(f"{candidate}: skipped, it is neither JSONL nor Parquet by name or content")
+    if not num_data and not is_unlisted:
+        found.problems.append(FileProblem(path, "no input file found here"))
+
+
+def _walk(root: str, found: Discovery) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        where = error.filename or root
+        found.problems.append(FileProblem(where, f"cannot list the directory: {error.strerror}"))
+
+    visited: set[str] = set()
+    for directory, subdirectories, names in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(directory)
+        if real in visited:  # a link to a directory above it
+            subdirectories.clear()
+            continue
+        visited.add(real)
+        subdirectories[:] = [name for name in subdirectories if not _is_hidden(name)]
+        yield from (os.path.join(directory, name) for name in names if not _is_hidden(name))
+
+
+def _match(pattern: str, found: Discovery) -> Iterator[str]:
+    root = _fixed_part(pattern)
+    for match in glob.iglob(pattern, recursive=True):
+        if any(map(_is_hidden, os.path.relpath(match, root).split(os.sep))):
+            continue
+        if not os.path.isdir(match):
+            yield match
+        elif "**" not in pattern:  # with **, the files below match by themselves
+            yield from _walk(match, found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", ".")) and name != "."
+
+
+def _fixed_part(pattern: str) -> str:
+    """Return the directory above the first part of a pattern that has a wildcard."""
+    parts = pattern.split(os.sep)
+    first = next(position for position, part in enumerate(parts) if glob.has_magic(part))
+    return os.sep.join(parts[:first]) or (os.sep if pattern.startswith(os.sep) else ".")

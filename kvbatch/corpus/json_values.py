@@ -1,0 +1,107 @@
+"""Parse one JSON record without losing a digit, and write values back as JSON text.
+
+Floats stay the text they were (`NumberText`), so that an id `1.0` and a field `1.10` come out as they went
+in. Of a key that occurs twice the last value counts. NaN and Infinity are read as floats and written as null.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+
+MAX_INT_DIGITS = 4300  # Python refuses to parse more
+MAX_EXACT_CHARS = 16  # a plain decimal number this short has at most 15 digits: a double holds it
+INT64_RANGE = range(-(1 << 63), 1 << 63)
+
+
+class NumberText(str):
+    """The text of a JSON number that is not an int."""
+
+
+class BadRecord(Exception):
+    """A line cannot be used as a record."""
+
+    def __init__(self, code: str, reason: str):
+        super().__init__(reason)
+        self.code = code
+
+
+def _parse_int(text: str) -> int | NumberText:
+    return int(text) if len(text) <= MAX_INT_DIGITS else NumberText(text)
+
+
+def parse_record(text: str) -> dict:
+    """Parse one line of JSONL.
+
+    Raises:
+        BadRecord: it is not JSON (`bad_json`) or not an object (`not_an_object`).
+    """
+    try:
+        record = json.loads(text, parse_float=NumberText, parse_int=_parse_int)
+    except json.JSONDecodeError as error:
+        raise BadRecord("bad_json", f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("bad_json", str(error)) from None
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"the line is {kind_name(record)}, not an object")
+    return record
+
+
+def kind_name(value: object) -> str:
+    """Name the JSON kind of a value for a message."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float | NumberText):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "a list" if isinstance(value, list) else "an object"
+
+
+def find_field(record: Mapping, name: str) -> tuple[bool, object]:
+    """Look a field up by its whole name, else by a dotted path into objects.
+
+    Returns:
+        Whether it is there, and its value.
+    """
+    if name in record:
+        return True, record[name]
+    for position, char in enumerate(name):
+        if char == "." and isinstance(record.get(name[:position]), dict):
+            found, value = find_field(record[name[:position]], name[position + 1 :])
+            if found:
+                return True, value
+    return False, None
+
+
+def is_exact_double(text: NumberText) -> bool:
+    """Tell whether a double holds this number to the last digit that was written."""
+    if len(text) <= MAX_EXACT_CHARS and "e" not in text and "E" not in text:
+        return True
+    number = float(text)
+    return math.isfinite(number) and Decimal(text) == Decimal(repr(number))
+
+
+def json_text(value: object) -> str:
+    """Write a parsed value as JSON: floats with their own digits, NaN and Infinity as null."""
+    if isinstance(value, NumberText):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "null"
+    if isinstance(value, dict):
+        members = (f"{json_text(key)}: {json_text(item)}" for key, item in value.items())
+        return "{" + ", ".join(members) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(json_text(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def has_lone_surrogate(value: object) -> bool:
+    """Tell whether some string in a value cannot be written as UTF-8."""
+    try:
+        json_text(value).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -1,0 +1,163 @@
+"""Read one Parquet file row by row; owns batch sizes and how its columns become ids, texts and values.
+
+Memory: a batch of rows, the buffers of the columns read (1 MiB each) and one page of each. A row group is
+never held whole: at 20,000 bytes of text a row, one of 3,000 and one of 12,000 rows both took 64 MB. A batch
+is sized from the row groups' byte counts, which for dictionary-encoded text say little: the limit of 128 rows
+bounds it then.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types as kind
+
+from kvbatch.corpus.discovery import SourceFile
+from kvbatch.corpus.document import Document, is_blank, made_up_id
+from kvbatch.corpus.ids import id_from_bytes
+from kvbatch.corpus.parquet_schema import (
+    Column,
+    ParquetColumns,
+    is_binary,
+    is_string,
+    open_parquet,
+    parquet_error,
+    storage_type,
+)
+from kvbatch.corpus.spec import InputSpec
+from kvbatch.corpus.strings import scalar_text
+from kvbatch.corpus.where import RowFilter
+
+MAX_BATCH_ROWS = 128
+BATCH_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ArrowRow:
+    """The passthrough values of one Parquet row, still in Arrow."""
+
+    batch: pa.RecordBatch
+    position: int
+
+    def strings(self) -> Mapping[str, str]:
+        """Return every value as text: dates in ISO form, nested values as JSON, null empty."""
+        return {
+            name: scalar_text(column[self.position])
+            for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)
+        }
+
+
+def read_parquet(
+    source: SourceFile, spec: InputSpec, columns: ParquetColumns, row_filter: RowFilter | None
+) -> Iterator[Document]:
+    """Yield a document for every record that `where` selects.
+
+    Raises:
+        InputError: a page is damaged, or the file cannot be read to its end.
+    """
+    file = open_parquet(source)
+    with file:
+        num_rows = 0
+        for batch in _batches(source, file, columns):
+            kept = None if row_filter is None else row_filter.keep_batch(batch, source.path)
+            texts = _as_bytes(columns.text.array(batch))
+            ids = [None] * len(batch) if columns.id is None else _ids(columns.id.array(batch))
+            values = pa.RecordBatch.from_arrays(
+                [column.array(batch) for column in columns.passthrough],
+                schema=pa.schema([_renamed(column) for column in columns.passthrough]),
+            )
+            for position in range(len(batch)):
+                if kept is None or kept[position]:
+                    text = texts[position].as_py()
+                    row = num_rows + position + 1
+                    yield _document(source, spec, row, ids[position], text, ArrowRow(values, position))
+                    del text
+            num_rows += len(batch)
+
+
+def _renamed(column: Column) -> pa.Field:
+    return column.field.with_name(column.name).with_nullable(True)
+
+
+def _batches(source: SourceFile, file: pq.ParquetFile, columns: ParquetColumns) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from file.iter_batches(
+            batch_size=_batch_rows(file, columns), columns=columns.selection, use_threads=False
+        )
+    except (OSError, pa.ArrowException) as error:
+        raise parquet_error(source.path, error) from error
+
+
+def _batch_rows(file: pq.ParquetFile, columns: ParquetColumns) -> int:
+    """Choose the rows of a batch so that the largest row group's average rows stay within BATCH_BYTES."""
+    names = columns.selection
+    leaves = [
+        position
+        for position in range(len(file.schema))
+        if any((file.schema.column(position).path + ".").startswith(name + ".") for name in names)
+    ]
+    row_bytes = 1
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        group_bytes = sum(group.column(leaf).total_uncompressed_size for leaf in leaves)
+        row_bytes = max(row_bytes, group_bytes // max(1, group.num_rows))
+    return min(MAX_BATCH_ROWS, max(1, BATCH_BYTES // row_bytes))
+
+
+def _as_bytes(array: pa.Array) -> pa.Array:
+    """View a text column as bytes, so that one row that is not UTF-8 stays one row."""
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if kind.is_dictionary(array.type):
+        array = pc.cast(array, array.type.value_type)
+    return pc.cast(array, pa.large_binary())
+
+
+def _ids(array: pa.Array) -> list[str | int | None]:
+    if isinstance(array, pa.ExtensionArray) and array.type.extension_name != "arrow.uuid":
+        array = array.storage
+    stored = storage_type(array.type)
+    if kind.is_integer(stored):
+        return array.to_pylist()
+    if kind.is_null(stored):
+        return [None] * len(array)
+    is_uuid = isinstance(array, pa.ExtensionArray)
+    if not is_uuid and kind.is_fixed_size_binary(stored):
+        return [value.hex() if value else None for value in _as_bytes(array).to_pylist()]
+    if not is_uuid and (is_string(stored) or is_binary(stored)):
+        return [id_from_bytes(value) for value in _as_bytes(array).to_pylist()]
+    return [scalar_text(value) or None for value in array]
+
+
+def _document(
+    source: SourceFile,
+    spec: InputSpec,
+    row: int,
+    row_id: str | int | None,
+    data: bytes | None,
+    values: ArrowRow,
+) -> Document:
+    name = spec.text_name
+    text = code = reason = None
+    if data is None:
+        code, reason = "empty_text", f"{name!r} is null"
+    elif len(data) > spec.max_row_bytes:
+        code = "row_too_large"
+        reason = f"the text has {len(data):,} bytes, over max_row_bytes = {spec.max_row_bytes:,}"
+    else:
+        try:
+            text = data.decode("utf-8", "strict" if spec.errors == "reject" else "replace")
+            if is_blank(text):
+                code = "empty_text"
+                reason = f"{name!r} holds nothing but white space and invisible characters"
+        except UnicodeDecodeError as error:
+            code, reason = "bad_utf8", f"byte {error.start + 1} of {name!r} is not UTF-8 ({error.reason})"
+    if row_id is None:
+        row_id = made_up_id(source.label, row, data or b"")
+    if code is None:
+        return Document(source.path, row, row_id, text, "ok", None, None, values)
+    return Document(
+        source.path, row, row_id, text, "rejected", code, f"{source.path}:{row}: {reason}", values
+    )

@@ -1,0 +1,80 @@
+"""What a job says about its input; owns no reading."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbatch.errors import JobFileError
+
+RESERVED_PREFIX = "kvb_"
+RESERVED_NAME = "output"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Name the documents of a job: files, columns, and which rows of them.
+
+    Args:
+        paths: files, directories (read recursively) and glob patterns, in input order.
+        format: "auto" looks at the bytes; "jsonl" and "parquet" refuse anything else.
+        id_column: None takes "id" where a record has one and makes ids up where it has not.
+        text_column: None means "text". A dotted path (`doc.body`) reaches into objects and structs;
+            a column whose whole name holds the dot wins.
+        passthrough: columns copied to the output, or "all" (every column but id, text and pandas' index).
+        where: a polars SQL condition; rows that it does not select are not rows of the job.
+        limit: only the first rows that `where` selects.
+        max_row_bytes: a longer JSON line, or a longer Parquet text, is rejected.
+        errors: what to do with bytes that are not UTF-8: "reject" the row, or "replace" them by U+FFFD.
+
+    Raises:
+        JobFileError: a value is out of range, or a passthrough column would hide an output column.
+    """
+
+    paths: tuple[str, ...]
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    id_column: str | None = None
+    text_column: str | None = None
+    passthrough: tuple[str, ...] | Literal["all"] = ()
+    where: str | None = None
+    limit: int | None = None
+    max_row_bytes: int = 1 << 30
+    errors: Literal["reject", "replace"] = "reject"
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise JobFileError("input.path is empty: name at least one file, directory or pattern")
+        if self.format not in ("auto", "jsonl", "parquet"):
+            raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl or parquet")
+        if self.errors not in ("reject", "replace"):
+            raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
+        if self.limit is not None and self.limit < 0:
+            raise JobFileError(f"input.limit is {self.limit}: use 0 or more")
+        if self.max_row_bytes < 1:
+            raise JobFileError(f"input.max_row_bytes is {self.max_row_bytes}: use 1 or more")
+        if isinstance(self.passthrough, str):
+            if self.passthrough != "all":
+                raise JobFileError(
+                    f"input.passthrough is {self.passthrough!r}: use a list of columns, or all"
+                )
+            return
+        for name in self.passthrough:
+            if self.passthrough.count(name) > 1:
+                raise JobFileError(f"input.passthrough names {name!r} twice")
+            if is_reserved(name, self.id_name):
+                raise JobFileError(
+                    f"input.passthrough: {name!r} is the name of an output column; rename it in the input"
+                )
+
+    @property
+    def id_name(self) -> str:
+        """The name of the id column, in the input and in the output."""
+        return self.id_column or "id"
+
+    @property
+    def text_name(self) -> str:
+        """The name or dotted path of the text column."""
+        return self.text_column or "text"
+
+
+def is_reserved(name: str, id_name: str) -> bool:
+    """Tell whether an output column of this name exists already."""
+    return name in (RESERVED_NAME, id_name) or name.startswith(RESERVED_PREFIX)

@@ -1,0 +1,52 @@
+"""The errors a user can meet, each with the exit code that the command line answers.
+
+KvbatchError            70  internal: a rerun may succeed
+├── LimitExceeded       65  finished, but a limit (errors, truncation) was exceeded
+├── InputError          66  input missing or unreadable
+├── ModelUnavailable    69  model or device unavailable
+├── OutputError         73  cannot write
+├── Interrupted         75  stopped by a signal or a lock; a rerun continues
+└── JobFileError        78  bad job file
+"""
+
+
+class KvbatchError(Exception):
+    """Base of every error that carries a message meant for the user."""
+
+    exit_code = 70
+
+
+class LimitExceeded(KvbatchError):
+    """The job finished and its outputs are committed, but a limit of the job file was exceeded."""
+
+    exit_code = 65
+
+
+class InputError(KvbatchError):
+    """An input file or directory is missing or cannot be read at all."""
+
+    exit_code = 66
+
+
+class ModelUnavailable(KvbatchError):
+    """The model or the device asked for cannot be used here."""
+
+    exit_code = 69
+
+
+class OutputError(KvbatchError):
+    """The run directory cannot be written."""
+
+    exit_code = 73
+
+
+class Interrupted(KvbatchError):
+    """The run was stopped before its end; what was committed stays."""
+
+    exit_code = 75
+
+
+class JobFileError(KvbatchError):
+    """The job file is wrong: unknown key, bad value, contradiction."""
+
+    exit_code = 78

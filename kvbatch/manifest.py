@@ -1,0 +1,191 @@
+"""The run directory: its names, its manifest, and which earlier run a job may rely on.
+
+Imports neither torch nor transformers: whether something is new must be known at once.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvbatch import __version__
+from kvbatch.config import config_hash, to_yaml
+from kvbatch.errors import InputError, OutputError
+from kvbatch.job import Job
+from kvbatch.writer import fsync_directory, write_json, write_text
+
+MANIFEST_FORMAT = 1
+MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
+PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
+
+
+class InputFile(Protocol):
+    """What identifies an input file without reading it."""
+
+    path: Any
+    num_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Name the files of one run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """Time of the start and six digits of chance; also the directory's name."""
+        return self.path.name
+
+    @property
+    def manifest(self) -> Path:
+        """What was run, on what, by which versions."""
+        return self.path / "manifest.json"
+
+    @property
+    def summary(self) -> Path:
+        """What came of it; written at the end."""
+        return self.path / "summary.json"
+
+    @property
+    def shards(self) -> Path:
+        """The directory of the output."""
+        return self.path / "shards"
+
+    @property
+    def log(self) -> Path:
+        """Events, one JSON object a line."""
+        return self.path / "logs" / "run.jsonl"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Rewritten every ten seconds of a running job."""
+        return self.path / "heartbeat.json"
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / "_SUCCESS").exists()
+
+    def read_manifest(self) -> dict[str, Any]:
+        """Return the manifest.
+
+        Raises:
+            InputError: It is missing or damaged.
+        """
+        try:
+            return json.loads(self.manifest.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.path} is no run directory: {error}") from error
+
+    def succeed(self) -> None:
+        """Say that the run is complete."""
+        write_text(self.path / "_SUCCESS", "")
+
+
+def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
+    """Make the directory of a new run and let `latest` point to it.
+
+    Raises:
+        OutputError: It cannot be made.
+    """
+    home = Path(job.output_dir)
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    salt = hashlib.sha256(f"{config_hash(job)}{os.getpid()}{os.urandom(8).hex()}".encode()).hexdigest()[:6]
+    run = RunDirectory(home / f"{stamp}-{salt}")
+    try:
+        for name in ("shards", "logs", "stats"):
+            (run.path / name).mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
+    write_text(run.path / "job.resolved.yaml", to_yaml(job))
+    write_json(run.manifest, manifest | {"run_id": run.run_id})
+    _point_latest(home, run.run_id)
+    return run
+
+
+def _point_latest(home: Path, run_id: str) -> None:
+    temp = home / f".latest.{os.getpid()}.tmp"
+    try:
+        temp.unlink(missing_ok=True)
+        temp.symlink_to(run_id)
+        os.replace(temp, home / "latest")
+        fsync_directory(home)
+    except OSError as error:
+        raise OutputError(f"cannot let {home / 'latest'} point to the run: {error.strerror}") from error
+
+
+def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
+    """Return what a manifest says before anything was read: fingerprints and versions."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "kvbatch": __version__,
+        "job": job.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config_hash": config_hash(job),
+        "input_files": describe_files(files),
+        "model_files": describe_model_files(job.model.path),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+    }
+
+
+def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
+    """Return path, size and modification time of input files."""
+    return [{"path": str(f.path), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
+
+
+def describe_model_files(spec: str) -> list[dict[str, Any]]:
+    """Return the same for a local model's files; a model that is no local path is fixed by its revision."""
+    path = Path(spec)
+    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    stats = [(file, file.stat()) for file in files if file.suffix in MODEL_SUFFIXES]
+    return [{"path": f.name, "num_bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats]
+
+
+def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
+    """Return the latest run if it succeeded on this very job, input, model and version."""
+    run = _followed(Path(job.output_dir) / "latest")
+    if not run.is_success:
+        return None
+    try:
+        found = run.read_manifest()
+    except InputError:
+        return None
+    wanted = describe_run(job, files)
+    same = all(found.get(key) == wanted[key] for key in _IDENTITY)
+    return run if same else None
+
+
+_IDENTITY = ("format", "kvbatch", "config_hash", "input_files", "model_files")
+
+
+def open_run(path: Path) -> RunDirectory:
+    """Return the run that a path names: a run directory, or a job's directory with its `latest`.
+
+    Raises:
+        InputError: There is no run.
+    """
+    for candidate in (path, path / "latest"):
+        if (candidate / "manifest.json").exists():
+            return _followed(candidate)
+    raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
+
+
+def _followed(path: Path) -> RunDirectory:
+    """Return the run that `latest` stands for by its own name, as relative as the path was."""
+    return RunDirectory(path.parent / path.readlink() if path.is_symlink() else path)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,149 @@
+"""A job's model: found, described and, only when rows wait for it, loaded."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbatch.errors import ModelUnavailable
+from kvbatch.job import EngineSection, ModelSection
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.models.config import ModelConfig
+    from engine.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """Hold all of a model but its weights.
+
+    Args:
+        path: local directory.
+        revision: identity of the content.
+        tokenizer: from transformers.
+    """
+
+    section: ModelSection
+    path: Path
+    revision: str
+    config: "ModelConfig"
+    tokenizer: Any
+    device: str
+    dtype: "torch.dtype"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights will take, by the headers of their files."""
+        return sum(_num_elements(file) for file in self.path.glob("*.safetensors")) * self.dtype.itemsize
+
+    def load(self) -> "Decoder":
+        """Load the weights.
+
+        Raises:
+            ModelUnavailable: They are missing, corrupt, or do not fit into memory.
+        """
+        import torch
+
+        from engine.errors import ModelError
+        from engine.models import load_model
+
+        try:
+            return load_model(
+                self.path,
+                dtype=self.dtype,
+                device=self.device,
+                max_context=self.section.max_context,
+                trust_remote_code=self.section.trust_remote_code,
+            )
+        except ModelError as error:
+            raise ModelUnavailable(f"model {self.section.path}: {error}") from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ModelUnavailable(
+                f"model {self.section.path}: {self.weight_bytes:,} bytes of weights do not fit into the "
+                f"memory of {self.device}; use a smaller model or dtype"
+            ) from error
+
+
+def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
+    """Find the model, and read its configuration and tokenizer.
+
+    Raises:
+        ModelUnavailable: The model or the device cannot be used; the message says what to do.
+    """
+    import torch
+    import transformers
+
+    from engine.errors import ModelError
+    from engine.models.config import ModelConfig
+    from kvbatch.model_source import resolve_model
+
+    device = resolve_device(engine.device)
+    if engine.threads:
+        torch.set_num_threads(engine.threads)
+    source = resolve_model(section.path, revision=section.revision)
+    path = source.path
+    try:
+        config = ModelConfig.from_pretrained(
+            path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
+        )
+    except ModelError as error:
+        raise ModelUnavailable(f"model {section.path}: {error}") from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=section.trust_remote_code, local_files_only=True
+        )
+    except (
+        Exception
+    ) as error:  # transformers raises many kinds; each means: there is no usable tokenizer here
+        raise ModelUnavailable(
+            f"model {section.path}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
+            "put tokenizer.json and tokenizer_config.json there, or fetch the model again"
+        ) from error
+    return ModelHandle(
+        section, path, source.revision, config, tokenizer, device, resolve_dtype(section.dtype, device)
+    )
+
+
+def resolve_device(name: str) -> str:
+    """Return `cpu` or `cuda` for a job file's device.
+
+    Raises:
+        ModelUnavailable: A GPU is asked for and there is none.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ModelUnavailable("engine.device is cuda, but torch finds no GPU here; use device: auto or cpu")
+    return "cuda" if available and name != "cpu" else "cpu"
+
+
+def resolve_dtype(name: str, device: str) -> "torch.dtype":
+    """Return a torch dtype; `auto` takes bfloat16 where the device multiplies it natively.
+
+    A CPU without AVX512-BF16 or AMX emulates bfloat16 and is about ten times slower at it than at float32.
+    """
+    import torch
+
+    if name != "auto":
+        return getattr(torch, name)
+    if device != "cpu":
+        return torch.bfloat16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _num_elements(file: Path) -> int:
+    """Return how many numbers a safetensors file holds, reading its header alone."""
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,248 @@
+"""The first pass over the corpus: what every row will cost, before any weight is loaded.
+
+Owns `plan.parquet` and `stats/bins.parquet`. A window of `shard_rows` input rows becomes one output shard and
+one row group of the plan; within it rows are packed into bins. The plan is the schedule: the run submits rows
+in its order.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.packing import PackItem, pack
+from kvbatch.job import Job
+from kvbatch.prompt import Prompt, PromptBuilder
+from kvbatch.writer import atomic_file, write_table
+
+if TYPE_CHECKING:
+    from engine.budget import Budget
+    from kvbatch.corpus import Document
+
+PLAN_SCHEMA = pa.schema(
+    [
+        ("index", pa.int64()),  # of all input rows, from 0
+        ("file", pa.string()),
+        ("row", pa.int64()),
+        ("row_id", pa.string()),
+        ("sha1", pa.string()),
+        ("status", pa.string()),  # ok | rejected | error
+        ("error_code", pa.string()),
+        ("error_message", pa.string()),
+        ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
+        ("prompt_tokens", pa.int64()),
+        ("dropped_tokens", pa.int64()),
+        ("truncation_side", pa.string()),
+        ("shard", pa.int32()),
+        ("bin", pa.int32()),
+        ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
+        ("predicted_kv_bytes", pa.int64()),
+    ]
+)
+BIN_SCHEMA = pa.schema(
+    [
+        ("bin", pa.int32()),
+        ("shard", pa.int32()),
+        ("rows", pa.int32()),
+        ("prompt_tokens", pa.int64()),
+        ("predicted_kv_bytes", pa.int64()),  # pages held at once, shared prefix included
+        ("packing_efficiency", pa.float64()),  # of the pool, which is as large as the largest bin
+    ]
+)
+BATCH_CHARS = 4_000_000  # text tokenised at once: enough to keep all cores busy, small against a window
+
+
+@dataclass
+class PlanSummary:
+    """What the plan foresees for the whole job."""
+
+    num_rows: int = 0
+    num_running: int = 0
+    num_shards: int = 0
+    prompt_tokens: int = 0
+    dropped_tokens: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    peak_pages: int = 0
+    peak_row: int = 0  # the first row of the bin that needs them
+    predicted_kv_peak_bytes: int = 0
+    bins: list[dict[str, Any]] = field(default_factory=list)
+    text_hashes: dict[str, str] = field(default_factory=dict)  # file -> sha256 over its rows' ids and texts
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """Bytes that the bins fill, of the bytes that the pool offers to each."""
+        total = sum(item["predicted_kv_bytes"] for item in self.bins)
+        return total / (len(self.bins) * self.predicted_kv_peak_bytes) if self.bins else None
+
+
+class Planner:
+    """Plan window by window.
+
+    Args:
+        job: the job.
+        builder: makes prompts.
+        budget: pages and rows that may be held at once.
+        max_context: positions the model has.
+    """
+
+    def __init__(self, job: Job, builder: PromptBuilder, budget: "Budget", max_context: int):
+        self._job = job
+        self._builder = builder
+        self._budget = budget
+        self.max_prompt_tokens = max_context - job.generation.max_new_tokens
+        prefix = len(builder.prefix_ids)
+        self._prefix_pages = budget.layout.sequence_pages(prefix) if prefix else 0
+        self.summary = PlanSummary()
+        self._hashes: dict[str, Any] = {}
+
+    def write(
+        self,
+        documents: Iterable["Document"],
+        run_dir: Path,
+        on_rows: Callable[[int, int], None] = lambda r, t: None,
+    ) -> PlanSummary:
+        """Plan all documents into `plan.parquet` and `stats/bins.parquet`.
+
+        Args:
+            on_rows: told the rows and prompt tokens of each batch.
+
+        Raises:
+            OutputError: The run directory cannot be written.
+        """
+        with (
+            atomic_file(run_dir / "plan.parquet") as stream,
+            pq.ParquetWriter(stream, PLAN_SCHEMA, compression="zstd") as writer,
+        ):
+            for window in windows(documents, self._job.output.shard_rows):
+                rows = self.plan_window(window, on_rows)
+                writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
+        summary = self.summary
+        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
+        for item in summary.bins:
+            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
+        summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
+        write_table(pa.Table.from_pylist(summary.bins, BIN_SCHEMA), run_dir / "stats" / "bins.parquet")
+        return summary
+
+    def plan_window(
+        self, documents: Sequence["Document"], on_rows: Callable[[int, int], None] = lambda r, t: None
+    ) -> list[dict[str, Any]]:
+        """Plan the rows of the next shard, in input order."""
+        summary = self.summary
+        shard, first = summary.num_shards, summary.num_rows
+        rows = [self._row(first + i, shard, document) for i, document in enumerate(documents)]
+        for batch in _text_batches(
+            [(row, d) for row, d in zip(rows, documents, strict=True) if d.status == "ok"]
+        ):
+            prompts = self._builder.build_batch(
+                [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
+            )
+            for (row, _), prompt in zip(batch, prompts, strict=True):
+                self._judge(row, prompt)
+            on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
+        on_rows(sum(d.status != "ok" for d in documents), 0)
+        self._pack(rows)
+        summary.num_shards += 1
+        summary.num_rows += len(rows)
+        for row in rows:
+            name = row["outcome"] or row["status"]
+            summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
+        return rows
+
+    def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
+        row = dict.fromkeys(PLAN_SCHEMA.names)
+        row |= {
+            "index": index,
+            "shard": shard,
+            "file": document.file,
+            "row": document.row,
+            "sha1": document.sha1,
+        }
+        row |= {"row_id": str(document.row_id), "status": document.status}
+        row |= {"error_code": document.error_code, "error_message": document.error_message}
+        digest = self._hashes.setdefault(document.file, hashlib.sha256())
+        digest.update(f"{row['row_id']}\0{document.sha1}\n".encode())
+        return row
+
+    def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
+        """Write down what will become of a row."""
+        layout = self._budget.layout
+        total = prompt.num_tokens + self._job.generation.max_new_tokens
+        row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
+        row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
+        message = prompt.message
+        if prompt.runs:
+            pages = layout.sequence_pages(total, prompt.prefix_tokens)
+            row["predicted_kv_bytes"] = pages * layout.page_bytes
+            if pages + self._prefix_pages > self._budget.capacity_pages:
+                row["outcome"] = "over_budget"
+                message = (
+                    f"{prompt.num_tokens:,} prompt tokens and up to {total - prompt.num_tokens:,} new ones "
+                    f"need {(pages + self._prefix_pages) * layout.page_bytes:,} bytes of KV cache, "
+                    f"engine.memory_budget leaves {self._budget.capacity_pages * layout.page_bytes:,}"
+                )
+        if row["outcome"] not in ("fits", "truncated"):
+            row["status"], row["error_code"], row["error_message"] = "error", row["outcome"], message
+
+    def _pack(self, rows: list[dict[str, Any]]) -> None:
+        """Give the rows that run their bin and their order."""
+        summary, layout = self.summary, self._budget.layout
+        items = [
+            PackItem(i, row["predicted_kv_bytes"] // layout.page_bytes, 0, self._prefix_pages)
+            for i, row in enumerate(rows)
+            if row["status"] == "ok"
+        ]
+        order = 0
+        for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
+            for i in found.indices:
+                rows[i]["bin"], rows[i]["order"] = len(summary.bins), order
+                order += 1
+            tokens = sum(rows[i]["prompt_tokens"] for i in found.indices)
+            summary.bins.append(
+                {
+                    "bin": len(summary.bins),
+                    "shard": summary.num_shards,
+                    "rows": len(found.indices),
+                    "prompt_tokens": tokens,
+                    "predicted_kv_bytes": found.num_pages * layout.page_bytes,
+                }
+            )
+            summary.prompt_tokens += tokens
+            summary.dropped_tokens += sum(rows[i]["dropped_tokens"] for i in found.indices)
+            summary.num_running += len(found.indices)
+            if found.num_pages > summary.peak_pages:
+                summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
+
+
+def read_plan(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the plan's rows, one list per shard."""
+    with pq.ParquetFile(run_dir / "plan.parquet") as file:
+        for shard in range(file.num_row_groups):
+            yield file.read_row_group(shard).to_pylist()
+
+
+def windows(documents: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Cut a stream into lists of `size`, the last one shorter."""
+    stream = iter(documents)
+    while window := list(islice(stream, size)):
+        yield window
+
+
+def _text_batches(
+    rows: list[tuple[dict[str, Any], "Document"]],
+) -> Iterator[list[tuple[dict[str, Any], "Document"]]]:
+    batch: list[tuple[dict[str, Any], Document]] = []
+    chars = 0
+    for row in rows:
+        batch.append(row)
+        chars += len(row[1].text or "")
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch

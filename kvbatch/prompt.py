@@ -1,0 +1,222 @@
+"""From a document to the token ids of its prompt.
+
+The template and the model's chat template are rendered once, around placeholders, and tokenised once.
+Documents and column values are tokenised apart, as plain text, and put between. What precedes the first
+placeholder is the same for every row, so its keys and values can be too.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from kvbatch.errors import JobFileError
+from kvbatch.job import LongDocumentSection, PromptSection
+from kvbatch.template import Piece, parse_template
+from kvbatch.tokens import PieceTokenizer
+
+Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt"]
+
+_MARK = re.compile("\ue000kvb([0-9]+)\ue000")
+
+
+class PromptDocument(Protocol):
+    """What a prompt needs to know of a document."""
+
+    @property
+    def row_id(self) -> Any:
+        """Fills `{id}`."""
+        ...
+
+    @property
+    def text(self) -> str | None:
+        """Fills `{text}`."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Fill the other placeholders."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt ready to run, or the reason why there is none."""
+
+    token_ids: list[int]  # empty unless it fits
+    num_tokens: int  # for a prompt that does not fit: the tokens it would have
+    prefix_tokens: int  # of these, the ones shared with all rows
+    dropped_tokens: int = 0
+    truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
+    outcome: Outcome = "fits"
+    message: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there are token ids to run."""
+        return self.outcome in ("fits", "truncated")
+
+
+class PromptBuilder:
+    """Build the prompts of a job.
+
+    Args:
+        tokenizer: the model's, from transformers.
+        prompt: the job file's section.
+
+    Attributes:
+        prefix_ids: tokens that begin every prompt.
+
+    Raises:
+        JobFileError: The section and the model's chat template do not go together.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: PromptSection):
+        self._tokens = PieceTokenizer(tokenizer)
+        chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
+        pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
+        head = ""
+        if pieces and not pieces[0].is_placeholder:
+            head = pieces.pop(0).text
+        self.prefix_ids: list[int] = self._tokens.head(head, add_bos=not chat)
+        # static token ids, or the name of what stands there
+        self._rest = [
+            piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
+        ]
+
+    @property
+    def num_static_tokens(self) -> int:
+        """Tokens of a prompt before anything is put into it."""
+        return len(self.prefix_ids) + sum(len(part) for part in self._rest if isinstance(part, list))
+
+    def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
+        """Build the prompt of one document; see `build_batch`."""
+        return self.build_batch([document], max_prompt_tokens, policy)[0]
+
+    def build_batch(
+        self, documents: Sequence[PromptDocument], max_prompt_tokens: int, policy: LongDocumentSection
+    ) -> list[Prompt]:
+        """Build the prompts of several documents, which is faster than one by one.
+
+        Args:
+            documents: each with a text.
+            max_prompt_tokens: what the model's context leaves to a prompt.
+            policy: what to do with a document that exceeds it.
+        """
+        names = [part for part in self._rest if isinstance(part, str)]
+        values = [[_value(document, name) for name in names] for document in documents]
+        found = iter(self._tokens.documents([value for row in values for value in row if value is not None]))
+        prompts = []
+        for document, row in zip(documents, values, strict=True):
+            filled = [next(found) if value is not None else None for value in row]
+            missing = [name for name, ids in zip(names, filled, strict=True) if ids is None]
+            if missing:
+                message = f"the prompt needs column {missing[0]!r}, which this row does not have"
+                prompts.append(self._refusal("missing_column", message))
+            else:
+                prompts.append(self._assemble(document, filled, max_prompt_tokens, policy))
+        return prompts
+
+    def _assemble(
+        self, document: PromptDocument, filled: list[Any], max_prompt_tokens: int, policy: LongDocumentSection
+    ) -> Prompt:
+        total = self.num_static_tokens + sum(map(len, filled))
+        side = None
+        dropped = 0
+        if total > max_prompt_tokens:
+            place = [part for part in self._rest if isinstance(part, str)].index("text")
+            room = max_prompt_tokens - (total - len(filled[place]))
+            kept = (
+                self._cut(document.text or "", room, policy.drop) if policy.on_too_long == "truncate" else []
+            )
+            if not kept:
+                message = (
+                    f"the prompt has {total} tokens, the model's context leaves {max_prompt_tokens} to it"
+                )
+                if policy.on_too_long == "truncate":
+                    message += f", of which {total - len(filled[place])} are taken by all but the document"
+                return self._refusal("too_long", message, total)
+            dropped = len(filled[place]) - len(kept)
+            filled[place] = kept
+            side = policy.drop
+        ids = list(self.prefix_ids)
+        values = iter(filled)
+        for part in self._rest:
+            ids += part if isinstance(part, list) else next(values)
+        if len(ids) == len(self.prefix_ids):  # nothing that the engine could continue from
+            return self._refusal("empty_prompt", "the text has no tokens", len(ids))
+        return Prompt(ids, len(ids), len(self.prefix_ids), dropped, side, "truncated" if side else "fits")
+
+    def _cut(self, text: str, room: int, drop: str) -> list[int]:
+        """Return at most `room` of the text's tokens, without `drop` of it and without half characters."""
+        ids, may_cut = self._tokens.document_with_ends(text)
+        if room < 1:
+            return []
+        num_first = {"tail": room, "head": 0, "middle": room - room // 2}[drop]
+        start_of_rest = len(ids) - (
+            room - num_first
+        )  # [0, num_first) kept | dropped | [start_of_rest, end) kept
+        while num_first and not may_cut[num_first - 1]:
+            num_first -= 1
+        while start_of_rest < len(ids) and not may_cut[start_of_rest - 1]:
+            start_of_rest += 1
+        return ids[:num_first] + ids[start_of_rest:]
+
+    def _refusal(self, outcome: Outcome, message: str, num_tokens: int = 0) -> Prompt:
+        return Prompt([], num_tokens, len(self.prefix_ids), outcome=outcome, message=message)
+
+
+def _value(document: PromptDocument, name: str) -> str | None:
+    if name == "text":
+        return document.text
+    if name == "id":
+        return str(document.row_id)
+    return document.columns.get(name)
+
+
+def _render_plain(prompt: PromptSection) -> list[Piece]:
+    system = f"{prompt.system}\n\n" if prompt.system else ""
+    return parse_template(system + prompt.template)
+
+
+def _render_chat(tokenizer: Any, prompt: PromptSection) -> list[Piece]:
+    """Render the chat template around marks, and cut it there."""
+    if not tokenizer.chat_template:
+        raise JobFileError(
+            "prompt.chat is true, but the model's tokenizer has no chat template; use chat: auto"
+        )
+    placeholders: list[Piece] = []
+
+    def mark(template: str) -> str:
+        text = ""
+        for piece in parse_template(template):
+            if piece.is_placeholder:
+                text += f"\ue000kvb{len(placeholders)}\ue000"
+                placeholders.append(piece)
+            else:
+                text += piece.text
+        return text
+
+    messages = [{"role": "system", "content": mark(prompt.system)}] if prompt.system is not None else []
+    messages.append({"role": "user", "content": mark(prompt.template)})
+    try:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (
+        Exception
+    ) as error:  # templates raise what they like, most often over a system turn they do not know
+        hint = "drop prompt.system or " if prompt.system is not None else ""
+        raise JobFileError(
+            f"the model's chat template refuses the prompt ({error}); {hint}set chat: false"
+        ) from error
+    parts = _MARK.split(rendered)  # text, index, text, index, …, text
+    if [int(index) for index in parts[1::2]] != list(range(len(placeholders))):
+        raise JobFileError(
+            "the model's chat template does not keep the prompt in one piece; set prompt.chat: false"
+        )
+    pieces = []
+    for index, part in enumerate(parts):
+        if index % 2:
+            pieces.append(placeholders[int(part)])
+        elif part:
+            pieces.append(Piece(part))
+    return pieces

@@ -1,0 +1,114 @@
+"""Text to token ids, in two ways: our own template's pieces, and the documents between them.
+
+Control tokens are parsed in the first and are plain text in the second, so that no document can end its turn.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvbatch.errors import ModelUnavailable
+
+
+class PieceTokenizer:
+    """Tokenise the pieces of a prompt apart from each other.
+
+    Args:
+        tokenizer: a transformers tokenizer with a `tokenizer.json` behind it.
+
+    Raises:
+        ModelUnavailable: It has none.
+    """
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers import Tokenizer
+
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelUnavailable(
+                "the model's tokenizer has no tokenizer.json; convert it with transformers (save_pretrained "
+                "of the fast tokenizer) and put the file beside the weights"
+            )
+        self._first = tokenizer
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        chat_template = str(getattr(tokenizer, "chat_template", None) or "")
+        for token in spec["added_tokens"]:
+            # <think> and <tool_call> are no "special" tokens, yet the chat template gives them a meaning
+            token["special"] = token["special"] or token["content"] in chat_template
+        _continue_text(spec)
+        text = json.dumps(spec)
+        self._markup = Tokenizer.from_str(text)
+        self._plain = Tokenizer.from_str(text)
+        self._plain.encode_special_tokens = True
+        for backend in (self._markup, self._plain):
+            backend.no_truncation()
+            backend.no_padding()
+        control = {t["id"]: t["content"] for t in spec["added_tokens"] if t["special"]}
+        control.pop(tokenizer.unk_token_id, None)
+        self.control_ids = frozenset(control)
+        names = sorted((name for name in control.values() if len(name) > 1), key=len, reverse=True)
+        self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def head(self, text: str, add_bos: bool) -> list[int]:
+        """Tokenise the text that begins a prompt, its control tokens parsed.
+
+        Args:
+            add_bos: put the tokenizer's BOS before it, if the tokenizer is one that adds it.
+        """
+        ids = self._first(text, add_special_tokens=False)["input_ids"] if text else []
+        if add_bos:
+            start = self._first("")["input_ids"][:1]
+            if start and start[0] == self._first.bos_token_id and ids[:1] != start:
+                ids = start + ids
+        return ids
+
+    def markup(self, text: str) -> list[int]:
+        """Tokenise one of our own later pieces, its control tokens parsed."""
+        return self._markup.encode(text, add_special_tokens=False).ids
+
+    def documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise foreign texts, all of them plain text whatever they spell."""
+        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = [encoding.ids for encoding in encodings]
+        return [
+            ids if self.control_ids.isdisjoint(ids) else self.document_with_ends(text)[0]
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    def document_with_ends(self, text: str) -> tuple[list[int], list[bool]]:
+        """Tokenise one foreign text.
+
+        Returns:
+            ids, and for each whether the text may be cut after it without splitting a character.
+        """
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        # a unigram vocabulary finds control tokens by their spelling; break each after its first character
+        marks = self._control_names.finditer(text) if self._control_names else ()
+        for end in [mark.start() + 1 for mark in marks] + [len(text)]:
+            encoding = self._plain.encode(text[start:end], add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(a + start, b + start) for a, b in encoding.offsets]
+            start = end
+        follows = [a for a, _ in offsets[1:]] + [len(text)]
+        return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+
+
+def _continue_text(spec: dict[str, Any]) -> None:
+    """Let a tokenizer treat its input as the middle of a text: sentencepiece's leading space is not added."""
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "Metaspace":
+                node["prepend_scheme"] = "never"
+            if node.get("type") == "Sequence" and "normalizers" in node:
+                node["normalizers"] = [n for n in node["normalizers"] if n.get("type") != "Prepend"]
+            for value in node.values():
+                visit(value)
+        elif isinstance(node, list):
+            for value in node:
+                visit(value)
+
+    visit(spec["pre_tokenizer"])
+    visit(spec["normalizer"])

@@ -1,0 +1,153 @@
+"""YAML with places: what a job file says, and on which line it says it.
+
+Owns parsing, `${ENV}` and where a key stands. Knows nothing of what the keys mean.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbatch.errors import JobFileError
+
+KeyPath = tuple[str | int, ...]
+
+_REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
+
+
+class _Loader(yaml.SafeLoader):
+    """Read YAML as JSON's types: a date is the text it was written as."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+@dataclass
+class Source:
+    """Hold the values of a job file and where each came from."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    overrides: dict[KeyPath, str] = field(default_factory=dict)  # key -> the -s argument that set it
+    expanded: set[KeyPath] = field(default_factory=set)  # values that came from the environment
+
+    def place(self, key: KeyPath) -> str:
+        """Return where a key was set: a -s argument, or file and line; for a missing key, its section's."""
+        while key:
+            if key in self.overrides:
+                return f"-s {self.overrides[key]}"
+            if key in self.lines:
+                return f"{self.path}:{self.lines[key]}"
+            key = key[:-1]
+        return str(self.path)
+
+
+def read_source(path: Path) -> Source:
+    """Read a job file.
+
+    Raises:
+        JobFileError: It is missing, no YAML, not a mapping, or holds a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise JobFileError(f"{path}: no such job file{_neighbours(path)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobFileError(f"{path}: cannot be read as a job file: {error}") from error
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines: dict[KeyPath, int] = {}
+        if node is not None:
+            _collect_lines(node, (), lines, path)
+        data = loader.construct_document(node) if node is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or error
+        raise JobFileError(
+            f"{where}: not valid YAML: {problem}; check quotes, colons and indentation"
+        ) from error
+    if not isinstance(data, dict):
+        raise JobFileError(
+            f"{path}: a job file is a mapping of sections (version, name, input, model, prompt, …)"
+        )
+    return Source(path, data, lines)
+
+
+def _neighbours(path: Path) -> str:
+    """Return a hint naming the nearest job file beside a missing one."""
+    names = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    return f"; did you mean {path.parent / near[0]}?" if near else "; check the path"
+
+
+def _collect_lines(node: yaml.Node, key: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            inner = (*key, name.value)
+            if inner in lines:
+                raise JobFileError(
+                    f"{path}:{name.start_mark.line + 1}: key '{dotted(inner)}' stands twice, "
+                    f"first on line {lines[inner]}; keep one"
+                )
+            lines[inner] = name.start_mark.line + 1
+            _collect_lines(value, inner, lines, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*key, index)] = value.start_mark.line + 1
+            _collect_lines(value, (*key, index), lines, path)
+
+
+def expand_environment(source: Source, environment: Mapping[str, str] = os.environ) -> None:
+    """Replace `${NAME}` and `${NAME:-default}` in all values; `$${` stays `${`.
+
+    Raises:
+        JobFileError: A variable is not set and has no default.
+    """
+
+    def expand(value: Any, key: KeyPath) -> Any:
+        if isinstance(value, dict):
+            return {name: expand(inner, (*key, name)) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [expand(inner, (*key, index)) for index, inner in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+
+        def substitute(match: re.Match[str]) -> str:
+            if match[1]:
+                return "$"
+            found = environment.get(match[2]) or match[3]  # as in a shell, :- also replaces an empty value
+            if found is None:
+                raise JobFileError(
+                    f"{source.place(key)}: key '{dotted(key)}' needs the environment variable {match[2]}, "
+                    f"which is not set; set it, or write ${{{match[2]}:-default}}, or $${{ for a literal ${{"
+                )
+            return found
+
+        source.expanded.add(key)
+        return _REFERENCE.sub(substitute, value)
+
+    source.data = expand(source.data, ())
+
+
+def parse_scalar(text: str) -> Any:
+    """Return what YAML makes of `text`; text that is no YAML stays text."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader with fewer types
+    except yaml.YAMLError:
+        return text
+
+
+def dotted(key: KeyPath) -> str:
+    """Return a key as a person writes it: `a.b[0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")

@@ -1,0 +1,85 @@
+"""The prefill arena: the newest chunks of sequences in prefill, contiguous, at the model's precision.
+
+Leases are preallocated and equal; a sequence holds one from admission to the end of its prompt.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcache.allocator import BlockAllocator
+
+
+class ArenaPool(BlockAllocator):
+    """Hold `num_leases` arenas of `num_tokens` tokens each."""
+
+    def __init__(
+        self,
+        num_leases: int,
+        num_layers: int,
+        num_kv_heads: int,
+        num_tokens: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ):
+        super().__init__(num_leases)
+        shape = (num_leases, num_layers, num_kv_heads, num_tokens)
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes
+
+
+class Arena:
+    """One lease: the last `length` tokens of a sequence.
+
+    Attributes:
+        keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
+        length: tokens held.
+    """
+
+    def __init__(self, pool: ArenaPool):
+        self._pool = pool
+        self._lease = pool.allocate(1).flatten()
+        index = int(self._lease)
+        self.keys, self.values, self.scores = pool.keys[index], pool.values[index], pool.scores[index]
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's new keys and values `[C, KVH, D]` behind those held; `extend` counts them."""
+        end = self.length + len(keys)
+        assert end <= self.capacity, "a chunk outgrew its arena"
+        self.keys[layer, :, self.length : end] = keys.transpose(0, 1)
+        self.values[layer, :, self.length : end] = values.transpose(0, 1)
+        self.scores[layer, :, self.length : end] = 0
+
+    def extend(self, num_tokens: int) -> None:
+        """Count tokens that every layer has written."""
+        self.length += num_tokens
+
+    def drop_front(self, num_tokens: int) -> None:
+        """Forget the oldest tokens."""
+        rest = self.length - num_tokens
+        for tensor in (self.keys, self.values, self.scores):
+            tensor[:, :, :rest] = tensor[:, :, num_tokens : self.length].clone()
+        self.length = rest
+
+    def copy_from(self, other: "Arena") -> None:
+        """Take over another arena's tokens and scores."""
+        self.length = other.length
+        for mine, theirs in zip(
+            (self.keys, self.values, self.scores), (other.keys, other.values, other.scores), strict=True
+        ):
+            mine[:, :, : self.length] = theirs[:, :, : self.length]
+
+    def free(self) -> None:
+        """Give the lease back."""
+        self._pool.release(self._lease)

@@ -1,0 +1,36 @@
+"""What a scorer sees and what it keeps."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer of one step of a sequence in prefill.
+
+    The arena holds `N` keys, the last `C` of them this step's own. `weights` are true attention probabilities:
+    normalised over everything a query sees, compressed pages included; zero where a key is not visible.
+    """
+
+    layer: int
+    queries: Tensor  # [KVH, G, C, D] after rope
+    keys: Tensor  # [KVH, N, D]
+    values: Tensor  # [KVH, N, D]
+    weights: Tensor  # [KVH, G, C, N] float32
+    num_probes: int = 0  # the last queries of C that are the question's own tokens, not the document's
+
+
+class Scorer(Protocol):
+    """Judge keys while they lie in the arena; higher is kept.
+
+    A scorer holds no state of its own: it updates the running scores of the arena's keys, which start at 0 and
+    move with the keys. `needs_question` says whether it works only with the question's tokens as probes.
+    """
+
+    needs_question: bool
+
+    def update(self, scores: Tensor, seen: Observation) -> None:
+        """Update one layer's running scores `[KVH, N]` in place."""
+        ...

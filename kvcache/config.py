@@ -1,0 +1,160 @@
+"""The cache policy of a run: one object, checked when it is made."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+METHODS = ("none", "sparse", "quant", "sparse+quant")
+BITS = (16, 8, 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The share of tokens that is kept at these bits."""
+
+    ratio: float
+    key_bits: int
+    value_bits: int
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Say how keys and values are kept.
+
+    Args:
+        compress_method: `none` keeps every token at the model's precision, `sparse` drops the least important,
+            `quant` keeps history at fewer bits, `sparse+quant` does both.
+        keep_ratio: share of the tokens that are kept, sinks and recent window aside.
+        quant_bits: 16, 8 or 4 for keys and values alike, or a pair (keys, values).
+        tiers: shares of tokens at bits of their own, best scores first; replaces `keep_ratio` and `quant_bits`.
+        warmup_tokens: first tokens kept whole (attention sinks).
+        recent_tokens: newest tokens kept whole.
+        chunk_size: tokens judged at once.
+        delay: whole chunks that must follow before a chunk is judged.
+        scorer: what makes a token important (`kvcache.compressors.registry`).
+        probe: let the question's tokens attend to each chunk before it is judged, where the question is known.
+        budget: how places are shared out (`kvcache.compressors.budget`).
+        floor_ratio: part of the uniform share below which no lane falls.
+        layer_budget: for budget `layered`, one weight per layer.
+        streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
+        whole_dtype: of tokens kept whole in a compressed cache: `model` or `bfloat16`.
+        page_tokens: slots of a page when nothing is compressed.
+
+    Raises:
+        ValueError: A value out of range or a contradiction, with the reason.
+    """
+
+    compress_method: Literal["none", "sparse", "quant", "sparse+quant"] = "none"
+    keep_ratio: float = 1.0
+    quant_bits: int | tuple[int, int] = 16
+    tiers: tuple[Tier, ...] = ()
+    warmup_tokens: int = 16
+    recent_tokens: int = 64
+    chunk_size: int = 256
+    delay: int = 1
+    scorer: str = "attention_max"
+    probe: bool = True
+    budget: str = "global"
+    floor_ratio: float = 0.1
+    layer_budget: tuple[float, ...] | None = None
+    streaming: bool = True
+    whole_dtype: Literal["model", "bfloat16"] = "model"
+    page_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for holds, message in self._checks():
+            if not holds:
+                raise ValueError(message)
+
+    @property
+    def compresses(self) -> bool:
+        return self.compress_method != "none"
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Bits of keys and of values."""
+        return (self.quant_bits, self.quant_bits) if isinstance(self.quant_bits, int) else self.quant_bits
+
+    @property
+    def resolved_tiers(self) -> tuple[Tier, ...]:
+        """The tiers, or the one that keep_ratio and quant_bits amount to."""
+        return self.tiers or (Tier(self.keep_ratio, *self.bits),)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether any tier has fewer bits than the model."""
+        return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "KVCacheConfig":
+        """Return the policy of a named preset, with keys changed.
+
+        Raises:
+            ValueError: No preset has that name, or the changes contradict it.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
+        return replace(PRESETS[name], **changes)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "KVCacheConfig":
+        """Return a policy from plain values: a `preset` to start from, and the keys that differ.
+
+        Raises:
+            ValueError: An unknown key, or values that contradict each other.
+        """
+        values = dict(values)
+        known = {field.name for field in fields(cls)}
+        base = cls.preset(values.pop("preset", "none"))
+        for name in values:
+            if name not in known:
+                raise ValueError(f"cache key {name!r} is not known; use one of {', '.join(sorted(known))}")
+        if "tiers" in values:
+            values["tiers"] = tuple(Tier(*tier) for tier in values["tiers"])
+        for name in ("quant_bits", "layer_budget"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
+        return replace(base, **values)
+
+    def _checks(self):
+        method, ratio = self.compress_method, self.keep_ratio
+        yield method in METHODS, f"compress_method {method!r} is not known; use one of {', '.join(METHODS)}"
+        yield 0 < ratio <= 1, f"keep_ratio must be in (0, 1], not {ratio}"
+        if not self.tiers:
+            sparse, quant = "sparse" in method, "quant" in method
+            yield (
+                sparse or ratio == 1,
+                f"keep_ratio {ratio} drops tokens, but compress_method {method} keeps all",
+            )
+            yield (
+                quant or self.bits == (16, 16),
+                f"quant_bits {self.quant_bits} needs a method with quant, not {method}",
+            )
+        yield self.compresses or not self.tiers, "tiers need a compress_method other than none"
+        total = sum(tier.ratio for tier in self.tiers)
+        yield total <= 1 + 1e-9, f"the tiers' ratios add up to {total}, more than 1"
+        for tier in self.resolved_tiers:
+            k, v = tier.key_bits, tier.value_bits
+            yield k in BITS and v in BITS, f"bits must be among {BITS}, not {k} and {v}"
+            yield k > 2, "keys at 2 bits ruin the model; use 3 or more"
+            yield k >= v, f"keys are the delicate part: {k} bits for keys is fewer than {v} for values"
+            yield (
+                (k == 16) == (v == 16),
+                f"whole keys with {v}-bit values are not supported; use 8 bits for keys",
+            )
+            yield 0 < tier.ratio <= 1, f"a tier's ratio must be in (0, 1], not {tier.ratio}"
+        for name in ("warmup_tokens", "recent_tokens", "delay"):
+            yield getattr(self, name) >= 0, f"{name} must not be negative"
+        yield (
+            self.recent_tokens % 16 == 0,
+            f"recent_tokens must be a multiple of 16, not {self.recent_tokens}",
+        )
+        yield self.chunk_size >= 16, f"chunk_size must be at least 16, not {self.chunk_size}"
+        yield self.page_tokens >= 1, f"page_tokens must be at least 1, not {self.page_tokens}"
+        yield 0 <= self.floor_ratio <= 1, f"floor_ratio must be in [0, 1], not {self.floor_ratio}"
+        yield (
+            (self.budget == "layered") == bool(self.layer_budget),
+            "budget layered and layer_budget go together",
+        )
+
+
+PRESETS = {"none": KVCacheConfig()}

@@ -1,0 +1,1 @@
+"""C++ kernels over pages, compiled by the system's compiler at first use."""

@@ -1,0 +1,79 @@
+// How a row of D numbers lies in a page, one struct per width. `read` gives numbers [16 u, 16 u + 16) as two vectors,
+// as codes: scales and minima are the caller's business. D is a multiple of 16.
+#pragma once
+#include "vectors.h"
+
+static inline uint32_t word(const uint8_t* p) {
+  uint32_t x;
+  memcpy(&x, p, 4);
+  return x;
+}
+
+struct Float32 {
+  static int row_bytes(int dim) { return 4 * dim; }
+  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+    low = load((const float*)row + 16 * u);
+    high = load((const float*)row + 16 * u + 8);
+  }
+};
+
+struct Bfloat16 {
+  static int row_bytes(int dim) { return 2 * dim; }
+  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+    low = (f32x8)(widen((const uint16_t*)row + 16 * u) << 16);
+    high = (f32x8)(widen((const uint16_t*)row + 16 * u + 8) << 16);
+  }
+};
+
+struct Bits8 {
+  static int row_bytes(int dim) { return dim; }
+  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+    low = to_float(widen(row + 16 * u));
+    high = to_float(widen(row + 16 * u + 8));
+  }
+};
+
+// A word holds eight codes: every lane takes the whole word and shifts its own code down.
+struct Bits4 {
+  static int row_bytes(int dim) { return dim / 2; }
+  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+    const u32x8 shift = {0, 4, 8, 12, 16, 20, 24, 28};
+    low = to_float(splat(word(row + 8 * u)) >> shift & 15u);
+    high = to_float(splat(word(row + 8 * u + 4)) >> shift & 15u);
+  }
+};
+
+struct Bits2 {
+  static int row_bytes(int dim) { return dim / 4; }
+  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+    const u32x8 shift = {0, 2, 4, 6, 8, 10, 12, 14};
+    u32x8 all = splat(word(row + 4 * u));
+    low = to_float(all >> shift & 3u);
+    high = to_float(all >> (shift + 16u) & 3u);
+  }
+};
+
+// A plane of the codes' low two bits, then a plane of their top bits.
+struct Bits3 {
+  static int row_bytes(int dim) { return dim / 4 + dim / 8; }
+  static void read(const uint8_t* row, int dim, int u, f32x8& low, f32x8& high) {
+    const u32x8 shift = {0, 2, 4, 6, 8, 10, 12, 14}, one = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint8_t* plane = row + dim / 4 + 2 * u;
+    u32x8 all = splat(word(row + 4 * u));
+    u32x8 top = splat((uint32_t)(plane[0] | plane[1] << 8) << 2);
+    low = to_float((all >> shift & 3u) | (top >> one & 4u));
+    high = to_float((all >> (shift + 16u) & 3u) | (top >> (one + 8u) & 4u));
+  }
+};
+
+// Calls use(Bits{}) with the struct for that width; `whole_bytes` tells the two whole formats apart.
+template <class Use>
+static inline void with_codes(int bits, int whole_bytes, Use use) {
+  switch (bits) {
+    case 2: return use(Bits2{});
+    case 3: return use(Bits3{});
+    case 4: return use(Bits4{});
+    case 8: return use(Bits8{});
+    default: return whole_bytes == 2 ? use(Bfloat16{}) : use(Float32{});
+  }
+}

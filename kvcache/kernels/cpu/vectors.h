@@ -1,0 +1,120 @@
+// Eight floats at a time. The compiler's vector extensions make AVX2, AVX-512 or NEON of them; the two places
+// where it makes poor code (widening bytes, summing across lanes) have a short x86 version beside the plain one.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float LN2 = 0.69314718055994531f;
+
+static inline f32x8 load(const float* p) {
+  f32x8 x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+static inline void store(float* p, f32x8 x) { memcpy(p, &x, sizeof x); }
+
+static inline f32x8 splat(float x) { return f32x8{} + x; }
+
+static inline u32x8 splat(uint32_t x) { return u32x8{} + x; }
+
+static inline f32x8 to_float(u32x8 x) { return __builtin_convertvector((i32x8)x, f32x8); }
+
+static inline u32x8 widen(const uint8_t* p) {
+#if defined(__AVX2__)
+  return (u32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  u32x8 x;
+  for (int i = 0; i < 8; i++) x[i] = p[i];
+  return x;
+#endif
+}
+
+static inline u32x8 widen(const uint16_t* p) {
+#if defined(__AVX2__)
+  return (u32x8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  u32x8 x;
+  for (int i = 0; i < 8; i++) x[i] = p[i];
+  return x;
+#endif
+}
+
+// Lane i of the result is the sum of the eight lanes of x[i].
+static inline f32x8 sum_each(const f32x8* x) {
+#if defined(__AVX2__)
+  __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#else
+  f32x8 sums;
+  for (int i = 0; i < 8; i++)
+    sums[i] = ((x[i][0] + x[i][1]) + (x[i][2] + x[i][3])) + ((x[i][4] + x[i][5]) + (x[i][6] + x[i][7]));
+  return sums;
+#endif
+}
+
+static inline float larger(float a, float b) { return a > b ? a : b; }
+
+static inline float max_of(f32x8 x) {
+  return larger(larger(larger(x[0], x[1]), larger(x[2], x[3])), larger(larger(x[4], x[5]), larger(x[6], x[7])));
+}
+
+static inline float sum_of(f32x8 x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+
+static inline f32x8 larger(f32x8 a, f32x8 b) { return a > b ? a : b; }
+
+// 2^x for x <= 0, to about 2e-7 relative; below -126 the smallest normal number.
+static inline f32x8 exp2_of(f32x8 x) {
+  x = larger(x, splat(-126.f));
+  const f32x8 round = splat(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  f32x8 shifted = x + round;
+  f32x8 f = x - (shifted - round);  // [-0.5, 0.5]
+  f32x8 p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.f;
+  return (f32x8)((i32x8)p + ((i32x8)shifted << 23));
+}
+
+static inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
+
+static inline f32x8 from_half(const uint16_t* p) {
+#if defined(__F16C__)
+  return (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  // A product corrects the exponent's bias, and gets subnormals right too.
+  u32x8 h = widen(p);
+  f32x8 magnitude = (f32x8)((h & 0x7fffu) << 13) * 0x1p112f;
+  return (f32x8)((u32x8)magnitude | (h & 0x8000u) << 16);
+#endif
+}
+
+// Reads exactly `count` float16 numbers; the rest of the last eight floats of `out` becomes zero.
+static inline void read_halves(const uint8_t* p, int count, float* out) {
+  int i = 0;
+  for (; i + 8 <= count; i += 8) store(out + i, from_half((const uint16_t*)p + i));
+  if (i < count) {
+    uint16_t rest[8] = {};
+    memcpy(rest, p + 2 * i, 2 * (count - i));
+    store(out + i, from_half(rest));
+  }
+}
+
+// Round to nearest even.
+static inline void store_bf16(uint16_t* p, f32x8 x) {
+  u32x8 bits = (u32x8)x;
+  bits = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  for (int i = 0; i < 8; i++) p[i] = (uint16_t)bits[i];
+}

@@ -1,0 +1,59 @@
+"""Page arithmetic: the one place where a byte of KV cache is counted.
+
+A lane is one KV head of one layer; a page holds the keys and the values of `page_tokens` tokens of one lane.
+Planner, pool, admission and report all ask here, so that what is predicted, allocated and reported is one number.
+Pure integers, no torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Describe how a model's keys and values are cut into pages.
+
+    Args:
+        num_layers: decoder layers.
+        num_kv_heads: KV heads of a layer.
+        head_dim: elements of one key or value.
+        element_bytes: bytes of one stored element.
+        page_tokens: slots of a page.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int
+    page_tokens: int = 64
+
+    @property
+    def num_lanes(self) -> int:
+        return self.num_layers * self.num_kv_heads
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * self.page_tokens * self.head_dim * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all lanes, its share of pages alone."""
+        return self.num_lanes * self.page_bytes // self.page_tokens
+
+    def lane_pages(self, num_tokens: int, shared_tokens: int = 0) -> int:
+        """Return the pages one lane needs for `num_tokens`, whose first `shared_tokens` are cached elsewhere.
+
+        Only full pages are shared: the tokens of a prefix's last, partly filled page are copied into the lane's own.
+        """
+        return -(-num_tokens // self.page_tokens) - shared_tokens // self.page_tokens
+
+    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0) -> int:
+        """Return the pages of all lanes; arguments as in `lane_pages`."""
+        return self.num_lanes * self.lane_pages(num_tokens, shared_tokens)
+
+    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
+        """Return the bytes of all lanes' pages; arguments as in `lane_pages`."""
+        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Return how many whole pages fit into `num_bytes`."""
+        return num_bytes // self.page_bytes

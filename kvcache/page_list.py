@@ -1,0 +1,173 @@
+"""A list of pages for every lane of a sequence, all of one format.
+
+A lane's tokens lie in its pages in the order they came; lanes have lengths of their own. Rows are written to
+pages at full precision only (`append_rows`); quantised pages come whole (`append_pages`) and never change.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcache.frames import PageStore
+from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.quant import dequantise_pages
+
+# Rows of keys and values are moved in pieces of 16 elements, which divide every head dim and every page offset.
+_PIECE = 16
+
+
+class PageList:
+    """Hold `num_lanes` lists of pages.
+
+    Attributes:
+        addresses: int64 `[lanes, pages]`, -1 beyond a lane's own pages.
+        lengths: int64 `[lanes]` tokens.
+    """
+
+    def __init__(self, store: PageStore, page_format: PageFormat, num_lanes: int, whole_dtype: torch.dtype):
+        self._store = store
+        self._dtype = whole_dtype
+        self.format = page_format
+        self.addresses = torch.full((num_lanes, 0), -1, dtype=torch.int64)
+        self.lengths = torch.zeros(num_lanes, dtype=torch.int64)
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens in each page, int64 `[lanes, pages]`."""
+        size = self.format.page_tokens
+        starts = torch.arange(self.addresses.shape[1]) * size
+        return (self.lengths[:, None] - starts).clamp_(0, size)
+
+    def append_rows(
+        self,
+        lanes: Tensor,  # [N] ascending
+        keys: Tensor,  # [N, D]
+        values: Tensor,  # [N, D]
+    ) -> None:
+        """Write tokens at full precision behind those of their lanes."""
+        added = torch.bincount(lanes, minlength=len(self.lengths))
+        rank = torch.arange(len(lanes)) - (added.cumsum(0) - added)[lanes]
+        slots = self.lengths[lanes] + rank
+        self._grow(self.lengths + added)
+        self.lengths = self.lengths + added
+        where = self._pieces(self.addresses[lanes, slots // self.format.page_tokens], slots)
+        for index, rows in zip(where, (keys, values), strict=True):
+            self.write_pieces(index, rows)
+
+    def open_slots(self) -> tuple[Tensor, Tensor]:
+        """Make room for one more token in every lane and count it.
+
+        Returns:
+            Where its key and its value go, int64 `[lanes, D / 16]` each, for `write_pieces`.
+        """
+        slots = self.lengths
+        self._grow(slots + 1)
+        self.lengths = slots + 1
+        lanes = torch.arange(len(slots))
+        return self._pieces(self.addresses[lanes, slots // self.format.page_tokens], slots)
+
+    def write_pieces(self, index: Tensor, rows: Tensor) -> None:
+        """Write keys or values `[N, D]` to the places `open_slots` named."""
+        pieces = self._store.pool.slab.view(self._dtype).view(-1, _PIECE)
+        pieces[index.flatten()] = rows.to(self._dtype).reshape(-1, _PIECE)
+
+    def append_pages(self, lanes: Tensor, pages: Tensor) -> None:
+        """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""
+        size = self.format.page_tokens
+        added = torch.bincount(lanes, minlength=len(self.lengths))
+        rank = torch.arange(len(lanes)) - (added.cumsum(0) - added)[lanes]
+        places = self.lengths[lanes] // size + rank
+        self.lengths = self.lengths + added * size
+        self._grow(self.lengths)
+        self._store.pool.write(self.addresses[lanes, places], pages)
+
+    def take_front(self, num_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Remove the first `num_tokens[lane]` tokens of each lane, whole pages each.
+
+        Returns:
+            lanes `[N]` ascending, keys and values `[N, D]` in the whole dtype.
+        """
+        size = self.format.page_tokens
+        num_pages = num_tokens // size
+        assert bool((num_pages * size == num_tokens).all()), "only whole pages leave a list"
+        lanes = torch.arange(len(num_pages)).repeat_interleave(num_pages)
+        places = torch.arange(len(lanes)) - (num_pages.cumsum(0) - num_pages)[lanes]
+        taken = self.addresses[lanes, places]
+        keys, values = self.read_whole(taken)
+        shift = torch.arange(self.addresses.shape[1]) + num_pages[:, None]
+        padded = torch.cat([self.addresses, torch.full_like(self.addresses, -1)], 1)
+        self.addresses = (
+            padded.gather(1, shift.clamp_(max=padded.shape[1] - 1)) if len(lanes) else self.addresses
+        )
+        self.lengths = self.lengths - num_tokens
+        self._store.release(self.format, taken)
+        return lanes.repeat_interleave(size), keys.flatten(0, 1), values.flatten(0, 1)
+
+    def take_all(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Remove every token; results as of `take_front`."""
+        lanes, places = (self.addresses >= 0).nonzero(as_tuple=True)
+        taken = self.addresses[lanes, places]
+        keys, values = self.read_whole(taken)
+        valid = torch.arange(self.format.page_tokens) < self.counts[lanes, places][:, None]
+        if len(taken):
+            self._store.release(self.format, taken)
+        lanes = lanes.repeat_interleave(valid.sum(1))
+        self.addresses, self.lengths = self.addresses[:, :0], torch.zeros_like(self.lengths)
+        return lanes, keys[valid], values[valid]
+
+    def gather(self, lanes: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return some lanes' tokens: keys and values float32 `[lanes, N, D]`, and which of the N are tokens."""
+        width = -(-int(self.lengths[lanes].max()) // self.format.page_tokens)
+        addresses = self.addresses[lanes, :width].clamp(min=0)
+        if self.format.whole:
+            keys, values = (x.float() for x in self.read_whole(addresses))
+        else:
+            pages = self._store.pool.read(addresses, self.format.page_bytes)
+            keys, values = dequantise_pages(pages.flatten(0, 1), self.format)
+            keys, values = (x.unflatten(0, addresses.shape) for x in (keys, values))
+        tokens = torch.arange(width * self.format.page_tokens) < self.lengths[lanes, None]
+        # what lies beyond a lane's tokens may be anything, NaN included
+        keys, values = (x.flatten(1, 2).masked_fill(~tokens[..., None], 0) for x in (keys, values))
+        return keys, values, tokens
+
+    def read_whole(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of whole pages, each `[*addresses.shape, page_tokens, D]`."""
+        size = self.format.page_tokens
+        pages = self._store.pool.read(addresses, self.format.page_bytes).view(self._dtype)
+        pages = pages[..., : 2 * size * self.format.head_dim].unflatten(-1, (2, size, self.format.head_dim))
+        return pages.select(-3, 0), pages.select(-3, 1)
+
+    def clone_into(self, store: PageStore, *, share: bool) -> "PageList":
+        """Return the same list for another sequence: the same pages if `share`, else copies of them."""
+        other = PageList(store, self.format, len(self.lengths), self._dtype)
+        if share:
+            other.addresses, other.lengths = self.addresses, self.lengths
+            return other
+        other._grow(self.lengths)
+        held = self.addresses >= 0
+        other.lengths = self.lengths
+        if bool(held.any()):
+            pages = self._store.pool.read(self.addresses[held], self.format.page_bytes)
+            store.pool.write(other.addresses[other.addresses >= 0], pages)
+        return other
+
+    def _pieces(self, addresses: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the key and the value of a slot lie in the slab, in pieces `[N, D / 16]`."""
+        size, dim = self.format.page_tokens, self.format.head_dim
+        start = addresses * (UNIT_BYTES // self._dtype.itemsize) + slots % size * dim
+        inside = torch.arange(dim // _PIECE)
+        return tuple((start + offset)[:, None] // _PIECE + inside for offset in (0, size * dim))
+
+    def _grow(self, lengths: Tensor) -> None:
+        """Add pages until each lane holds `lengths[lane]` tokens."""
+        needed = -(-lengths // self.format.page_tokens)
+        held = (self.addresses >= 0).sum(1)
+        width = int(needed.max()) if len(needed) else 0
+        if width > self.addresses.shape[1]:
+            pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)
+            self.addresses = torch.cat([self.addresses, pad], 1)
+        places = torch.arange(self.addresses.shape[1])
+        missing = (places >= held[:, None]) & (places < needed[:, None])
+        count = int(missing.sum())
+        if count:
+            self.addresses = self.addresses.clone()
+            self.addresses[missing] = self._store.allocate(self.format, count)

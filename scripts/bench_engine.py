@@ -1,0 +1,166 @@
+"""Measure the engine on a file of prompts and print one RESULT line.
+
+Times `engine.LLM` alone, or with `--peer transformers` that library's `generate` on the same token ids in
+the same dtype, one document at a time. Greedy, end of text ignored; loading the model is not counted. Run
+both one after the other on a quiet machine and quote the ratio.
+
+The prompts file is a JSON list of {"id": …, "kind": …, "prompt_token_ids": [int, …]}.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one runner generated, how long it took and what it adds to the RESULT line."""
+
+    token_ids: list[list[int]]
+    seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
+    """Generate with our own engine.
+
+    Raises:
+        RuntimeError: A prompt cannot be run; its time must not count as if it had been.
+    """
+    from transformers import AutoTokenizer
+
+    from engine import LLM, EngineConfig, Request, SamplingParams
+    from engine.detokenizer import Detokenizer
+    from engine.memory import resolve_budget
+    from engine.models import load_model
+    from kvbatch.model import resolve_device, resolve_dtype
+    from kvcache.config import KVCacheConfig
+
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    model = load_model(args.model, dtype=dtype, device=device)
+    config = EngineConfig(
+        memory_budget_bytes=resolve_budget(args.memory, device),
+        step_tokens=args.step_tokens,
+        max_sequences=args.max_sequences,
+        cache=KVCacheConfig.preset(args.preset),
+    )
+    llm = LLM(model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True)))
+    sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
+    requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
+
+    start = time.perf_counter()
+    results = {result.request_id: result for result in llm.generate(requests)}
+    seconds = time.perf_counter() - start
+
+    for index in range(len(prompts)):
+        if results[index].finish_reason == "error":
+            raise RuntimeError(f"prompt {index}: {results[index].error_message}")
+    facts = {
+        "kv_peak_bytes": llm.stats().kv_peak_bytes,
+        "dtype": _name(dtype),
+        "step_tokens": args.step_tokens,
+        "preset": args.preset,
+    }
+    return Measured([results[index].token_ids for index in range(len(prompts))], seconds, facts)
+
+
+def run_transformers(args: argparse.Namespace, prompts: Prompts) -> Measured:
+    """Generate with transformers, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvbatch.model import resolve_device, resolve_dtype
+
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True).to(device).eval()
+    )
+    model.generation_config.eos_token_id = None
+
+    outputs = []
+    start = time.perf_counter()
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            generated = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=args.max_new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            outputs.append(generated[0, len(prompt) :].tolist())
+    return Measured(outputs, time.perf_counter() - start, {"dtype": _name(dtype)})
+
+
+def result_line(name: str, prompts: Prompts, measured: Measured) -> str:
+    """Return the RESULT line: prompt and generated tokens over wall time, and the process's peak memory."""
+    num_prompt_tokens = sum(map(len, prompts))
+    num_generated = sum(map(len, measured.token_ids))
+    # ru_maxrss is in KiB, on macOS in bytes.
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    facts = {
+        "docs": len(prompts),
+        "prompt": num_prompt_tokens,
+        "generated": num_generated,
+        "wall_s": round(measured.seconds, 2),
+        "tokens_per_s": round((num_prompt_tokens + num_generated) / measured.seconds, 1),
+        "kv": None,
+        "evict": None,
+        "peak_gb": round(peak_bytes / 1e9, 3),
+    }
+    return f"RESULT {name} {json.dumps(facts | measured.facts)}"
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    args = _arguments()
+    if args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    rows = json.loads(args.prompts.read_text(encoding="utf-8"))[:: args.every][: args.limit]
+    prompts = [row["prompt_token_ids"] for row in rows]
+    name = args.peer or "kvbatch"
+    measured = run_transformers(args, prompts) if args.peer else run_kvbatch(args, prompts)
+    print(result_line(name, prompts, measured))
+    if args.out:
+        args.out.write_text(json.dumps(measured.token_ids), encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
+    p.add_argument("--prompts", type=Path, required=True, help="JSON file of prompts")
+    p.add_argument("--every", type=int, default=2, help="take every n-th prompt (default 2)")
+    p.add_argument("--limit", type=int, default=12, help="at most this many prompts (default 12)")
+    p.add_argument("--max-new", type=int, default=64, help="tokens generated for each (default 64)")
+    p.add_argument("--preset", default="none", help="cache policy (default none: full precision)")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    p.add_argument("--step-tokens", type=int, default=512, help="most tokens of one step (default 512)")
+    p.add_argument("--max-sequences", type=int, default=64, help="most rows at once (default 64)")
+    p.add_argument("--memory", default="4GiB", help='for keys and values: "4GiB", "60%%" (default 4GiB)')
+    p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
+    p.add_argument("--out", type=Path, help="write the generated token ids here")
+    return p.parse_args()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

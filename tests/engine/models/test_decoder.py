@@ -1,0 +1,107 @@
+"""The decoder's logits are those of transformers, for every architecture and rope scaling."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import ModelError, UnsupportedModelError
+from engine.models import ModelConfig, load_model
+from tests.engine.models.tiny_models import save_tiny_model
+
+LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def dense_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend causally over the tokens of this call alone."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """Return a config change that sets the rope scaling."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0} | parameters}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+        ("llama", rope("linear", factor=2.0)),
+        ("llama", rope("llama3", **LLAMA3)),
+        ("llama", rope("yarn", **YARN)),
+        ("llama", rope("dynamic", factor=2.0)),
+        ("llama", rope("longrope", **LONGROPE)),
+        ("mistral", {"num_key_value_heads": 4}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", {"num_key_value_heads": 1}),
+    ],
+    ids=str,
+)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    reference = save_tiny_model(tmp_path, name, **changes)
+    decoder = load_model(tmp_path, dtype=torch.float32)
+    for num_tokens in (32, 7):  # the second call runs in the larger workspace of the first
+        token_ids = torch.randint(0, 199, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+        hidden = decoder.forward(token_ids, torch.arange(num_tokens), dense_attend)
+        with torch.no_grad():
+            expected = reference(token_ids[None]).logits[0]
+        torch.testing.assert_close(decoder.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+    assert decoder.weight_bytes == sum(p.nbytes for p in reference.parameters())
+
+
+def test_positions_may_be_any_of_the_context(tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "llama", **rope("yarn", **YARN))
+    positions = torch.tensor([3, 9, 40, 63])
+    token_ids = torch.tensor([5, 6, 7, 8])
+    hidden = load_model(tmp_path, dtype=torch.float32).forward(token_ids, positions, dense_attend)
+    with torch.no_grad():
+        mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+        expected = reference.model(token_ids[None], position_ids=positions[None], attention_mask=mask)
+    torch.testing.assert_close(hidden, expected.last_hidden_state[0], rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "qwen3")
+    decoder = load_model(tmp_path, dtype=torch.bfloat16)
+    hidden = decoder.forward(torch.arange(20), torch.arange(20), dense_attend)
+    assert hidden.dtype == torch.bfloat16
+    with torch.no_grad():
+        expected = reference(torch.arange(20)[None]).logits[0]
+    error = (decoder.logits(hidden) - expected).norm() / expected.norm()
+    assert error < 0.02
+
+
+def test_context_ends_where_the_frequencies_would_change(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", **rope("longrope", **LONGROPE))
+    assert ModelConfig.from_pretrained(tmp_path).max_context == 32
+    with pytest.raises(ModelError, match="max_context is 33"):
+        ModelConfig.from_pretrained(tmp_path, max_context=33)
+
+
+def test_sliding_window_is_refused_beyond_the_window(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "mistral", sliding_window=24)
+    with pytest.raises(UnsupportedModelError, match=r"window 24.*set model.max_context to 24"):
+        ModelConfig.from_pretrained(tmp_path)
+    assert ModelConfig.from_pretrained(tmp_path, max_context=24).max_context == 24
+
+
+def test_qwen_without_sliding_layers_is_not_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2", sliding_window=8, use_sliding_window=False)
+    assert ModelConfig.from_pretrained(tmp_path).max_context == 64

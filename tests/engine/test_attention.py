@@ -1,0 +1,90 @@
+"""Every backend agrees with the reference, and the reference with plain softmax attention."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import get_backend
+from kvcache.layout import CacheLayout
+from kvcache.pool import PagePool
+from kvcache.sequence_cache import SequenceCache, slot_mapping
+
+
+def filled_cache(pool: PagePool, num_past: int, num_new: int, keys: torch.Tensor, values: torch.Tensor):
+    """Return a cache of `num_past` counted tokens whose next `num_new` are written, as a backend meets it."""
+    cache = SequenceCache(pool, num_past + num_new)
+    for count in (num_past, num_new):
+        start = cache.num_tokens
+        if count:
+            pool.store(
+                slot_mapping([cache], [count])[0], keys[start : start + count], values[start : start + count]
+            )
+        if count == num_past and start == 0:
+            cache.advance(num_past)
+    return cache
+
+
+def plain(q, keys, values, num_past):
+    """Attend token by token, one query head at a time."""
+    group = q.shape[1] // keys.shape[1]
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    for i in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            scores = keys[: num_past + i + 1, h // group] @ q[i, h] / q.shape[2] ** 0.5
+            out[i, h] = scores.softmax(0) @ values[: num_past + i + 1, h // group]
+            lse[i, h] = scores.logsumexp(0)
+    return out, lse
+
+
+@given(
+    num_past=st.integers(0, 40),
+    num_new=st.integers(1, 20),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 16, 64]),
+    holes=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_backends_agree(num_past, num_new, kv_heads, group, head_dim, holes, seed):
+    torch.manual_seed(seed)
+    layout = CacheLayout(1, kv_heads, head_dim, 4, page_tokens=4)
+    pool = PagePool(layout, 4 * layout.sequence_pages(64), dtype=torch.float32)
+    if holes:
+        blocks = [pool.allocate(1, 1) for _ in range(pool.num_blocks)]
+        for block in blocks[::2]:
+            pool.release(block)
+    # Whatever lies beyond the filled slots must not be read.
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    total = num_past + num_new
+    keys, values = torch.randn(2, total, kv_heads, head_dim)
+    q = 3 * torch.randn(num_new, kv_heads * group, head_dim)
+    expected = plain(q, keys, values, num_past)
+    cache = filled_cache(pool, num_past, num_new, keys, values)
+    for name in ("reference", "cpu"):
+        got = get_backend(name).prefill(0, q, keys[num_past:], values[num_past:], cache)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decode_of_many_sequences_agrees():
+    torch.manual_seed(1)
+    layout = CacheLayout(1, 2, 16, 4, page_tokens=4)
+    pool = PagePool(layout, 200, dtype=torch.float32)
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    lengths = [0, 3, 4, 31]
+    data = [torch.randn(2, n + 1, 2, 16) for n in lengths]
+    q = torch.randn(len(lengths), 6, 16)
+    caches = [filled_cache(pool, n, 1, *kv) for n, kv in zip(lengths, data, strict=True)]
+    expected = [plain(q[i : i + 1], *kv, n) for i, (n, kv) in enumerate(zip(lengths, data, strict=True))]
+    for name in ("reference", "cpu"):
+        out, lse = get_backend(name).decode(0, q, caches)
+        torch.testing.assert_close(out, torch.cat([o for o, _ in expected]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse, torch.cat([s for _, s in expected]), rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_backend_is_named():
+    with pytest.raises(ValueError, match="flash.*reference or cpu"):
+        get_backend("flash")

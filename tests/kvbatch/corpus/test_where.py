@@ -1,0 +1,57 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvbatch.corpus import Corpus, InputSpec
+from kvbatch.errors import InputError
+
+ROWS = [{"id": n, "text": f"t{n}", "year": 1990 + n, "source": "ab"[n % 2]} for n in range(1000)]
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def path(request, tmp_path, write_jsonl):
+    if request.param == "jsonl":
+        return write_jsonl("in.jsonl", *ROWS)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "in.parquet")
+    return tmp_path / "in.parquet"
+
+
+def test_where_then_limit(path, read):
+    wanted = [row["id"] for row in ROWS if row["year"] > 2200 and row["source"] == "a"]
+    where = "year > 2200 AND source LIKE 'a%'"
+    assert [document.row_id for document in read(path, where=where)] == wanted
+    limited = read(path, where=where, limit=3)
+    assert [document.row_id for document in limited] == wanted[:3]
+    assert limited[0].row == wanted[0] + 1
+    assert read(path, limit=0) == []
+
+
+@pytest.mark.parametrize(
+    "where", ["year >", "year > AVG(year)", "1 = 1", "nowhere = 1", "text", "year IN (1)"]
+)
+def test_a_condition_that_cannot_be_used_is_refused(path, read, where):
+    with pytest.raises(InputError, match="where|nowhere"):
+        read(path, where=where)
+
+
+def test_a_record_is_judged_by_its_own_types(write_jsonl, read):
+    lines = [
+        {"id": 1, "y": 5},
+        {"id": 2, "y": "5"},
+        {"id": 3, "y": None},
+        {"id": 4},
+        b"bad",
+        {"id": 5, "y": 2**64},
+    ]
+    lines = [line | {"text": "t"} if isinstance(line, dict) else line for line in lines]
+    found = {
+        document.row: document.error_code for document in read(write_jsonl("in.jsonl", *lines), where="y > 4")
+    }
+    assert found == {1: None, 2: "where_type", 5: "bad_json", 6: None}
+
+
+def test_rows_that_are_not_selected_decide_no_type(write_jsonl):
+    path = write_jsonl("in.jsonl", {"text": "t", "f": 1}, {"text": "t", "f": "x"})
+    corpus = Corpus(InputSpec((str(path),), passthrough=("f",), limit=1))
+    assert len(list(corpus.documents())) == 1
+    assert corpus.passthrough_schema.field("f").type == pa.int64()

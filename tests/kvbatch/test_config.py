@@ -1,0 +1,120 @@
+"""Job files: every mistake is named with place and remedy; the hash sees what changes the output."""
+
+from pathlib import Path
+
+import pytest
+
+from kvbatch.config import config_hash, load_job, to_yaml
+from kvbatch.errors import JobFileError
+
+GOOD = """\
+version: 1
+name: demo
+input: {path: [a.jsonl, "b/*.parquet"], passthrough: [question]}
+model: {path: pypi:some-model==1.0}
+prompt:
+  system: Be brief.
+  template: "{text} Question: {question} {{literal}}"
+generation: {max_new_tokens: 5}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults_and_overrides(write):
+    job = load_job(write(GOOD), ["engine.memory_budget=4GiB", "generation.temperature=1", "input.limit=3"])
+    assert job.input.paths == ("a.jsonl", "b/*.parquet")
+    assert job.output_dir == "runs/demo"
+    assert (job.engine.memory_budget, job.generation.temperature, job.input.limit) == ("4GiB", 1.0, 3)
+    assert job.generation.repetition_stop and job.cache.compress_method == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "overrides", "expected"),
+    [
+        (
+            "max_new_tokens",
+            "max_tokens",
+            [],
+            [":8", "generation.max_tokens", "did you mean 'max_new_tokens'"],
+        ),
+        ("max_new_tokens: 5", "device: cpu", [], ["generation.device", "belongs to 'engine'"]),
+        ("max_new_tokens: 5", "top_p: 1.5", [], [":8", "generation.top_p", "less than or equal to 1"]),
+        ("max_new_tokens: 5", "max_new_tokens: five", [], ["generation.max_new_tokens", "integer", '"five"']),
+        ("name: demo\n", "", [], ["'name' is missing"]),
+        ("version: 1", "version: 2", [], [":1", "'version'", "1"]),
+        ("name: demo", "name: a/b", [], [":2", "'name'"]),
+        ("{text} ", "", [], [":7", "prompt.template", "{text} must stand exactly once"]),
+        ("{{literal}}", "{literal", [], ["prompt.template", "{{ and }}"]),
+        ("{question}", "{question:>9}", [], ["{question:>9} is not a placeholder"]),
+        ("[question]", "[]", [], [":7", "prompt.template uses {question}", "input.passthrough"]),
+        ("Be brief.", "'{text}'", [], ["prompt.system", "only in prompt.template"]),
+        ("name: demo", "name: demo\nname: other", [], [":3", "'name' stands twice", "line 2"]),
+        ("name: demo", "name: [", [], ["not valid YAML"]),
+        ("demo", "${KVB_UNSET}", [], [":2", "KVB_UNSET", "${KVB_UNSET:-default}"]),
+        (
+            "",
+            "",
+            ["generation.max_tokens=3"],
+            ["-s generation.max_tokens=3", "did you mean 'max_new_tokens'"],
+        ),
+        ("", "", ["limit"], ["-s limit", "section.key=value"]),
+        ("", "", ["name.x=1"], ["'name' is a value, not a section"]),
+        ("", "", ["engine.memory_budget=110%"], ["engine.memory_budget", "4GiB"]),
+        ("", "", ["cache.compress_method=quant"], ["cache.compress_method", "'none'"]),
+    ],
+)
+def test_mistakes_are_named(write, old, new, overrides, expected):
+    path = write(GOOD.replace(old, new, 1) if old else GOOD)
+    with pytest.raises(JobFileError) as caught:
+        load_job(path, overrides)
+    for part in expected:
+        assert part in str(caught.value)
+    assert str(path) in str(caught.value) or overrides
+
+
+def test_all_mistakes_are_told_at_once(write):
+    with pytest.raises(JobFileError) as caught:
+        load_job(write(GOOD + "foo: 1\nengine: {devise: cpu}\n"))
+    assert "foo" in str(caught.value) and "did you mean 'device'" in str(caught.value)
+
+
+def test_a_missing_job_file_names_its_neighbour(write):
+    with pytest.raises(JobFileError, match=r"did you mean .*job\.yaml"):
+        load_job(write(GOOD).with_name("jub.yaml"))
+
+
+def test_environment(write, monkeypatch):
+    monkeypatch.setenv("KVB_NAME", "007")
+    text = GOOD.replace("demo", "${KVB_NAME}").replace("Be brief.", "$${{HOME}} ${KVB_UNSET:-x}")
+    job = load_job(write(text.replace("max_new_tokens: 5", "max_new_tokens: '${KVB_UNSET:-9}'")))
+    assert job.name == "007"  # text where the key wants text …
+    assert job.generation.max_new_tokens == 9  # … and a number where it wants one
+    assert job.prompt.system == "${{HOME}} x"
+
+
+def test_resolved_job_is_the_same_job(write):
+    job = load_job(write(GOOD.replace("Be brief.", "$${{HOME}} costs 1:2")))
+    assert load_job(write(to_yaml(job))) == job
+
+
+def test_hash_covers_the_output_alone(write):
+    path = write(GOOD)
+    base = config_hash(load_job(path))
+    for operational in (
+        "engine.threads=1",
+        "output.dir=elsewhere",
+        "engine.memory_budget=1GiB",
+        "name=other",
+    ):
+        assert config_hash(load_job(path, [operational])) == base
+    for semantic in ("generation.seed=1", "prompt.system=x", "input.limit=2", "long_document.drop=head"):
+        assert config_hash(load_job(path, [semantic])) != base

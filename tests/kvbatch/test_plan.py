@@ -1,0 +1,106 @@
+"""The plan: bins within the budget, refusals with their numbers, tokens and page arithmetic alone."""
+
+from dataclasses import dataclass, field
+
+import polars as pl
+import pytest
+
+from engine.budget import Budget
+from kvbatch.config import load_job
+from kvbatch.plan import Planner, read_plan, windows
+from kvbatch.prompt import PromptBuilder
+from kvcache.layout import CacheLayout
+
+LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=8, element_bytes=4, page_tokens=16)
+
+
+@dataclass(frozen=True)
+class Doc:
+    text: str | None
+    row_id: str
+    status: str = "ok"
+    error_code: str | None = None
+    error_message: str | None = None
+    file: str = "in.jsonl"
+    row: int = 1
+    sha1: str = "0" * 12
+    columns: dict = field(default_factory=dict)
+
+
+@pytest.fixture
+def plan(job_file, tokenizer, tmp_path):
+    def plan(documents, *overrides, capacity_pages=40, max_context=200):
+        job = load_job(job_file([]), ["output.shard_rows=4", *overrides])
+        builder = PromptBuilder(tokenizer, job.prompt)
+        planner = Planner(job, builder, Budget(LAYOUT, 0, 64, 3, capacity_pages), max_context)
+        summary = planner.write(iter(documents), tmp_path)
+        return summary, [row for shard in read_plan(tmp_path) for row in shard], builder
+
+    return plan
+
+
+def test_every_row_is_planned_and_bins_hold_the_budget(plan, tmp_path):
+    documents = [Doc("7" * (10 * n), f"r{n}") for n in range(1, 11)]
+    summary, rows, builder = plan(documents, capacity_pages=80)
+    assert [row["index"] for row in rows] == list(range(10))
+    assert [row["shard"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 2
+    assert summary.num_running == 10 and summary.num_shards == 3
+    prefix_pages = LAYOUT.sequence_pages(len(builder.prefix_ids))
+    largest = 0
+    for number in range(len(summary.bins)):
+        held = [row for row in rows if row["bin"] == number]
+        assert 1 <= len(held) <= 3 and len({row["shard"] for row in held}) == 1
+        num_bytes = sum(row["predicted_kv_bytes"] for row in held) + prefix_pages * LAYOUT.page_bytes
+        assert num_bytes == summary.bins[number]["predicted_kv_bytes"] <= 80 * LAYOUT.page_bytes
+        largest = max(largest, num_bytes)
+    for row in rows:
+        tokens = row["prompt_tokens"] + 8
+        assert row["predicted_kv_bytes"] == LAYOUT.sequence_bytes(tokens, len(builder.prefix_ids))
+    assert summary.predicted_kv_peak_bytes == largest
+    for shard in range(3):  # the order is the bins', each bin's rows together
+        running = sorted((row for row in rows if row["shard"] == shard), key=lambda row: row["order"])
+        assert [row["order"] for row in running] == list(range(len(running)))
+        assert [row["bin"] for row in running] == sorted(row["bin"] for row in running)
+    bins = pl.read_parquet(tmp_path / "stats" / "bins.parquet")
+    assert bins["rows"].sum() == 10 and bins["packing_efficiency"].max() == 1.0
+    assert summary.packing_efficiency == pytest.approx(bins["packing_efficiency"].mean())
+
+
+def test_rows_that_cannot_run_are_refused_by_name(plan):
+    documents = [
+        Doc("7" * 400, "long"),
+        Doc("7" * 100, "big"),
+        Doc(None, "bad", status="rejected", error_code="null_text", error_message="text is null"),
+        Doc("7", "fine"),
+    ]
+    summary, rows, builder = plan(documents, capacity_pages=36)
+    assert [row["status"] for row in rows] == ["error", "error", "rejected", "ok"]
+    assert [row["error_code"] for row in rows] == ["too_long", "over_budget", "null_text", None]
+    assert "192" in rows[0]["error_message"] and str(rows[0]["prompt_tokens"]) in rows[0]["error_message"]
+    pages = LAYOUT.sequence_pages(rows[1]["prompt_tokens"] + 8, len(builder.prefix_ids))
+    pages += LAYOUT.sequence_pages(len(builder.prefix_ids))
+    assert f"{pages * LAYOUT.page_bytes:,}" in rows[1]["error_message"]
+    assert f"{36 * LAYOUT.page_bytes:,}" in rows[1]["error_message"]
+    assert summary.outcomes == {"too_long": 1, "over_budget": 1, "rejected": 1, "fits": 1}
+    assert [row["bin"] for row in rows] == [None, None, None, 0]
+
+
+def test_truncated_rows_use_the_context_to_its_end(plan):
+    _, rows, _ = plan([Doc("7" * 400, "long")], "long_document.on_too_long=truncate", capacity_pages=99)
+    assert (rows[0]["outcome"], rows[0]["prompt_tokens"], rows[0]["truncation_side"]) == (
+        "truncated",
+        192,
+        "tail",
+    )
+    assert rows[0]["dropped_tokens"] > 200
+
+
+def test_an_empty_corpus_has_an_empty_plan(plan):
+    summary, rows, _ = plan([])
+    assert (rows, summary.num_shards, summary.predicted_kv_peak_bytes) == ([], 0, 0)
+
+
+def test_windows_are_lazy():
+    stream = iter(range(10))
+    assert next(windows(stream, 4)) == [0, 1, 2, 3]
+    assert next(stream) == 4

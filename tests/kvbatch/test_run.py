@@ -1,0 +1,211 @@
+"""Whole runs on a tiny model: rows keep their place, and the engine's bytes are the plan's."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+
+from engine import EngineStats, Result
+from kvbatch.config import load_job
+from kvbatch.errors import InputError, JobFileError, KvbatchError, ModelUnavailable
+from kvbatch.report import load_summary, render
+from kvbatch.run import run_job
+from kvbatch.shard import row_seed
+
+RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
+
+
+class Backwards:
+    """An engine that answers a window's rows in the opposite order, after pulling three at a time."""
+
+    def __init__(self, fail=()):
+        self.requests, self.fail = [], fail
+
+    def generate(self, requests):
+        held = []
+        for request in requests:
+            self.requests.append(request)
+            held.append(request)
+            if len(held) == 3:
+                yield from self._answers(held)
+                held = []
+        yield from self._answers(held)
+
+    def _answers(self, held):
+        for request in reversed(held):
+            bad = request.request_id in self.fail
+            yield Result(
+                request_id=request.request_id,
+                token_ids=[5],
+                text=f"answer {request.request_id}",
+                finish_reason="error" if bad else "stop",
+                error_message="it broke" if bad else None,
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=1,
+                cached_prompt_tokens=request.prefix_tokens,
+                num_chunks=1,
+                kv_full_bytes=100,
+                kv_kept_bytes=50,
+                kv_peak_bytes=100,
+                prefill_s=0.1,
+                decode_s=0.1,
+            )
+
+    def stats(self):
+        return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1)
+
+
+def output(run) -> pl.DataFrame:
+    return pl.concat([pl.read_parquet(path) for path in sorted(run.shards.glob("*.parquet"))])
+
+
+def run(path, *overrides, **kwargs):
+    return run_job(load_job(path, overrides), stream=io.StringIO(), **kwargs)
+
+
+def test_rows_come_out_in_input_order_whatever_the_engine_does(job_file):
+    records = [
+        *RECORDS[:5],
+        {"id": "null", "text": None, "n": 5},
+        *RECORDS[5:],
+        {"id": "long", "text": "x y " * 900},
+    ]
+    path = job_file(records, input={"passthrough": ["n"]}, output={"shard_rows": 4})
+    engine = Backwards(fail=(1,))
+    found = run(path, make_llm=lambda model, config: engine).run
+    rows = output(found)
+    assert rows["id"].to_list() == [record["id"] for record in records]
+    assert rows["n"].to_list() == [record.get("n") for record in records]
+    running = [i for i in range(13) if i not in (1, 5, 12)]
+    assert [rows["output"][i] for i in running] == [f"answer {i}" for i in running]
+    assert rows["kvb_status"].to_list() == ["ok", "error", *["ok"] * 3, "rejected", *["ok"] * 6, "error"]
+    assert rows["output"][1] is None and rows["kvb_error_code"][1] == "engine"
+    assert rows["kvb_error_code"][12] == "too_long" and rows["kvb_attempts"].to_list()[12] == 0
+    assert rows["kvb_kv_kept_ratio"][0] == 0.5
+    assert len(rows["kvb_seed"].unique()) == 13 and rows["kvb_seed"][0] == row_seed(0, "r0")
+    assert [request.sampling.seed for request in engine.requests if request.request_id == 0] == [
+        row_seed(0, "r0")
+    ]
+    # failures are copied with their input
+    letters = pl.concat([pl.read_parquet(p) for p in sorted((found.path / "deadletter").glob("*.parquet"))])
+    assert letters["id"].to_list() == ["r1", "null", "long"]
+    assert letters["kvb_input_text"].to_list() == [RECORDS[1]["text"], None, "x y " * 900]
+    assert letters["kvb_input_row"].to_list() == [2, 6, 13]
+    schemas = {pq.read_schema(p).remove_metadata() for p in found.shards.glob("*.parquet")}
+    assert len(schemas) == 1, "all shards have one schema, whatever their rows"
+
+
+def test_the_real_engine_keeps_the_plans_promise(job_file):
+    found = run(job_file(RECORDS, output={"shard_rows": 5}), "engine.memory_budget=4MiB").run
+    rows, summary = output(found), load_summary(found.path)
+    assert rows["kvb_status"].to_list() == ["ok"] * 11
+    assert rows["kvb_completion_tokens"].to_list() == [8] * 11
+    assert (rows["kvb_cached_prompt_tokens"] > 0).all()
+    assert summary["kv_peak_bytes_measured"] == summary["kv_peak_bytes_predicted"]
+    assert summary["kv_allocated_bytes"] == summary["kv_peak_bytes_predicted"]
+    assert summary["prompt_tokens"] == rows["kvb_prompt_tokens"].sum()
+    plan = pl.read_parquet(found.path / "plan.parquet")
+    assert plan["prompt_tokens"].to_list() == rows["kvb_prompt_tokens"].to_list()
+    assert (plan["predicted_kv_bytes"] == rows["kvb_kv_peak_bytes"]).all()
+    again = run(Path("job.yaml"), "output.dir=other", "output.shard_rows=3", "engine.max_sequences=1").run
+    assert output(again)["output"].to_list() == rows["output"].to_list(), "packing does not change the output"
+
+
+def test_run_directory(job_file):
+    found = run(job_file(RECORDS)).run
+    names = {str(path.relative_to(found.path)) for path in found.path.rglob("*") if path.is_file()}
+    assert names >= {
+        "manifest.json",
+        "job.resolved.yaml",
+        "plan.parquet",
+        "stats/bins.parquet",
+        "summary.json",
+    }
+    assert names >= {"shards/part-00000.parquet", "logs/run.jsonl", "_SUCCESS"}
+    assert not any(name.endswith(".tmp") for name in names)
+    assert (found.path.parent / "latest").readlink() == Path(found.run_id)
+    manifest = found.read_manifest()
+    assert manifest["num_rows"] == 11 and len(manifest["text_sha256"]["in.jsonl"]) == 64
+    assert load_job(found.path / "job.resolved.yaml") == load_job(Path("job.yaml"))
+    log = found.log.read_text()
+    assert [json.loads(line)["event"] for line in log.splitlines()] == [
+        "planned",
+        "loaded",
+        "shard written",
+        "finished",
+    ]
+    assert "fox" not in log
+    text = render(load_summary(found.path.parent))
+    assert "11 ok, 0 errors, 0 rejected" in text and str(found.shards) in text
+
+
+def test_nothing_new(job_file, tiny_model):
+    path = job_file(RECORDS[:2])
+    first = run(path)
+    assert first.is_new and not run(path).is_new
+    assert run(path).run.path == first.run.path
+    assert run(path, new_run=True).is_new
+    assert not run(path, "engine.max_sequences=2").is_new, "an operational key changes no output"
+    assert run(path, "generation.seed=1").is_new
+    assert run(path).is_new, "latest is another job's run now"
+    os.utime("in.jsonl", ns=(1, 1))
+    assert run(path).is_new
+    (run(path).run.path / "_SUCCESS").unlink()
+    assert run(path).is_new, "a run without _SUCCESS is not to be relied upon"
+
+
+def test_a_job_where_nothing_can_run_loads_no_model(job_file):
+    def forbidden(model, config):
+        raise AssertionError("weights were loaded")
+
+    found = run(job_file(['{"id": "a", "text": ""}', "no json"]), make_llm=forbidden).run
+    assert output(found)["kvb_status"].to_list() == ["rejected"] * 2
+    assert load_summary(found.path)["rejected"] == 2
+
+
+def test_input_that_changes_under_the_run_is_noticed(job_file):
+    def change(model, config):
+        text = Path("in.jsonl").read_text()
+        Path("in.jsonl").write_text(text.replace("3 fox", "3 cat", 1))
+        return Backwards()
+
+    with pytest.raises(InputError, match=r"in\.jsonl, row 4 "):
+        run(job_file(RECORDS), make_llm=change)
+
+
+def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_path):
+    def forbidden(model, config):
+        raise AssertionError("weights were loaded")
+
+    path = job_file(RECORDS)
+    for override, kind, match in [
+        ("model.path=/nowhere", ModelUnavailable, "/nowhere"),
+        ("input.path=nowhere.jsonl", InputError, "nowhere.jsonl"),
+        ("generation.max_new_tokens=600", JobFileError, "leaves no room"),
+        ("engine.memory_budget=1KiB", JobFileError, "engine.memory_budget"),
+        ("model.max_context=30", JobFileError, "leaves no room"),
+    ]:
+        with pytest.raises(kind, match=match):
+            run(path, override, make_llm=forbidden)
+    assert not (tmp_path / "runs").exists(), "no run directory for a job that never started"
+    with pytest.raises(JobFileError, match=r"prompt\.template uses \{title\}"):
+        run(path, "input.passthrough=all", "prompt.template='{title} {text}'", make_llm=forbidden)
+
+
+def test_an_internal_error_names_its_log_and_tells_it_no_text(job_file):
+    class Broken(Backwards):
+        def generate(self, requests):
+            for _ in requests:
+                raise ValueError("secret fox")
+            yield from ()
+
+    with pytest.raises(KvbatchError, match=r"ValueError.*logs/run\.jsonl") as caught:
+        run(job_file(RECORDS), make_llm=lambda model, config: Broken())
+    assert caught.value.exit_code == 70
+    log = Path("runs/test/latest/logs/run.jsonl").read_text()
+    assert '"kind": "ValueError"' in log and "secret" not in log
+    assert load_summary(Path("runs/test"))["status"] == "incomplete"

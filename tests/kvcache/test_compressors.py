@@ -1,0 +1,115 @@
+"""Budgets give out exactly their places, scorers judge as they say, and every scorer can be had by name."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.compressors.base import Observation
+from kvcache.compressors.budget import EVICTED, assign_tiers
+from kvcache.compressors.probe import raise_by_probes
+from kvcache.compressors.registry import SCORERS, get_scorer
+
+
+@given(
+    layers=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 70),
+    ratios=st.sampled_from([(1.0,), (0.3,), (0.2, 0.5), (0.1, 0.2, 0.7)]),
+    budget=st.sampled_from(["global", "per_head", "uniform"]),
+    ties=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_budget_gives_out_its_places_best_scores_first(layers, heads, tokens, ratios, budget, ties, seed):
+    torch.manual_seed(seed)
+    scores = torch.rand(layers, heads, tokens)
+    if ties:
+        scores = (scores * 3).floor()
+    tiers = assign_tiers(scores, ratios, budget, floor_ratio=0.0)
+    cells = {"global": layers * heads * tokens, "per_head": heads * tokens, "uniform": tokens}[budget]
+    total = 0.0
+    for number, ratio in enumerate(ratios):
+        total += ratio
+        kept = (tiers >= 0) & (tiers <= number)
+        groups = kept.view({"global": 1, "per_head": layers, "uniform": layers * heads}[budget], -1)
+        assert groups.sum(1).tolist() == [round(min(1.0, total) * cells)] * len(groups)
+        for group, values in zip(groups, scores.view(groups.shape), strict=True):
+            if group.any() and not group.all():
+                assert values[group].min() >= values[~group].max()
+
+
+def test_a_global_budget_lets_lanes_differ_down_to_the_floor():
+    scores = torch.zeros(2, 1, 100)
+    scores[0] = torch.arange(100) + 1000.0
+    scores[1] = torch.arange(100)
+    kept = assign_tiers(scores, (0.5,), "global", floor_ratio=0.2)[:, 0] != EVICTED
+    assert kept.sum(1).tolist() == [90, 10]
+    assert kept[1, 90:].all(), "the floor keeps the lane's best"
+
+
+def test_a_layered_budget_follows_its_weights():
+    kept = assign_tiers(torch.rand(2, 2, 100), (0.4,), "layered", layer_weights=(3.0, 1.0)) != EVICTED
+    assert kept.sum(2).tolist() == [[60, 60], [20, 20]]
+    with pytest.raises(ValueError, match="2 layers, 3 weights"):
+        assign_tiers(torch.rand(2, 2, 9), (0.4,), "layered", layer_weights=(1, 1, 1))
+
+
+def observe(weights: torch.Tensor, keys: torch.Tensor | None = None) -> Observation:
+    heads, group, queries, tokens = weights.shape
+    keys = torch.randn(heads, tokens, 16) if keys is None else keys
+    return Observation(
+        0, torch.randn(heads, group, queries, 16), keys, torch.randn(heads, tokens, 16), weights
+    )
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_scorers_give_finite_scores_over_two_steps(name):
+    torch.manual_seed(0)
+    scorer = get_scorer(name)
+    scores = torch.zeros(2, 128)
+    for tokens in (64, 128):
+        mask = torch.ones(64, tokens).tril(tokens - 64)
+        weights = (torch.rand(2, 3, 64, tokens) * mask).softmax(-1) * mask
+        scorer.update(scores[:, :tokens], observe(weights))
+    assert torch.isfinite(scores).all()
+    assert scores.std() > 0
+
+
+def test_what_each_attention_scorer_looks_at():
+    weights = torch.zeros(1, 2, 100, 200)
+    weights[0, 1, 50, 10] = 0.9  # one query, once, from afar
+    weights[0, :, :, 20] = 0.1  # all queries, a little
+    weights[0, :, -1, 30] = 0.5  # the last query alone
+    weights[0, 0, 60, 155] = 0.95  # near: 5 tokens behind
+    best = {name: int(score(name, weights)[0].argmax()) for name in ("attention_max", "h2o", "tova")}
+    assert best == {"attention_max": 10, "h2o": 20, "tova": 30}
+    assert score("attention_max", weights)[0, 155] == 0
+
+
+def score(name: str, weights: torch.Tensor) -> torch.Tensor:
+    scores = torch.zeros(weights.shape[0], weights.shape[3])
+    get_scorer(name).update(scores, observe(weights))
+    return scores
+
+
+def test_keydiff_keeps_the_odd_key():
+    keys = torch.ones(1, 50, 16) + 0.01 * torch.randn(1, 50, 16)
+    keys[0, 17] = -1
+    scores = torch.zeros(1, 50)
+    get_scorer("keydiff").update(scores, observe(torch.rand(1, 1, 4, 50), keys))
+    assert int(scores.argmax()) == 17
+
+
+def test_probes_raise_what_they_look_at_and_its_neighbours():
+    scores = torch.full((1, 100), 0.2)
+    weights = torch.zeros(1, 2, 3, 100)
+    weights[0, 1, 2, 50] = 0.3
+    raise_by_probes(scores, weights)
+    assert scores[0, 42:59].tolist() == pytest.approx([1.2] * 17)
+    assert scores[0, [41, 59]].tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_unknown_scorer_is_named():
+    with pytest.raises(ValueError, match="best.*attention_max"):
+        get_scorer("best")

@@ -1,0 +1,189 @@
+"""The C++ kernels give what their torch twins give, on any number of threads, and read valid slots alone."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.kernels import registry, torch_twin
+from kvcache.kernels.cpu import build, ops
+from kvcache.kernels.page_table import PageTable
+from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.quant import quantise_pages
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)) or build.library() is None, reason="no C++ compiler"
+)
+BITS = [(16, 16), (8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2)]
+NAN_BYTE = 0xFF  # in every byte it makes NaN of float16, bfloat16 and float32
+
+
+@st.composite
+def page_formats(draw, head_dim: int) -> PageFormat:
+    key_bits, value_bits = draw(st.sampled_from(BITS))
+    whole = key_bits == 16
+    return PageFormat(
+        key_bits,
+        value_bits,
+        draw(st.sampled_from([16, 48])) if whole else 64,
+        head_dim,
+        draw(st.sampled_from([2, 4])),
+        two_axis=not whole and draw(st.booleans()),
+    )
+
+
+def poison(page: torch.Tensor, count: int, page_format: PageFormat) -> None:
+    """Overwrite everything a page says of slots from `count` on."""
+    size, dim = page_format.page_tokens, page_format.head_dim
+    key_row = dim * (8 * page_format.whole_bytes if page_format.whole else page_format.key_bits) // 8
+    value_row = dim * (8 * page_format.whole_bytes if page_format.whole else page_format.value_bits) // 8
+    sections = [(page_format.key_code_offset, key_row), (page_format.value_code_offset, value_row)]
+    if not page_format.whole:
+        sections += [(page_format.value_scale_offset, 2), (page_format.value_min_offset, 2)]
+    if page_format.two_axis:
+        sections.append((page_format.row_factor_offset, 2))
+    for offset, row_bytes in sections:
+        page[offset + count * row_bytes : offset + size * row_bytes] = NAN_BYTE
+
+
+def make_table(sequences: list[list[tuple[PageFormat, int]]], num_lanes: int, seed: int) -> PageTable:
+    """Fill pages with random tokens; unused slots, and the memory between pages, are poison."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks, start, lists = [], 0, []
+    for pages in sequences:
+        entries = []
+        for page_format, width in pages:
+            shape = (num_lanes, width)
+            counts = torch.randint(0, page_format.page_tokens + 1, shape, generator=generator)
+            counts[torch.rand(shape, generator=generator) < 0.4] = page_format.page_tokens
+            addresses = torch.full(shape, -1)
+            for index in (counts > 0).nonzero().tolist():
+                index = tuple(index)
+                rows = torch.randn(
+                    2, 1, page_format.page_tokens, page_format.head_dim, generator=generator
+                ).mul_(2)
+                page = quantise_pages(*rows, page_format)[0]
+                poison(page, int(counts[index]), page_format)
+                gap = torch.full((UNIT_BYTES,), NAN_BYTE, dtype=torch.uint8)
+                chunks += [gap, page]
+                addresses[index] = start + 1
+                start += 1 + page_format.page_units
+            entries.append((page_format, addresses, counts))
+        lists.append(entries)
+    return PageTable.of(torch.cat([*chunks, torch.full((UNIT_BYTES,), NAN_BYTE, dtype=torch.uint8)]), lists)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert bool(torch.isfinite(expected).all()), "the twin read poison"
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()) + 1e-6)
+
+
+@needs_compiler
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_packed_pages_are_read_as_the_twin_reads_them(data):
+    head_dim = data.draw(st.sampled_from([16, 48, 64, 96, 128, 256]), "head dim")
+    group, num_lanes = data.draw(st.integers(1, 16), "group"), data.draw(st.integers(1, 3), "lanes")
+    lists = st.lists(st.tuples(page_formats(head_dim), st.integers(1, 3)), min_size=1, max_size=3)
+    sequences = data.draw(st.lists(lists, min_size=1, max_size=3), "sequences")
+    table = make_table(sequences, num_lanes, data.draw(st.integers(0, 1000), "seed"))
+    table = table.lanes(data.draw(st.integers(0, num_lanes - 1), "first lane"), num_lanes)
+
+    for actual, expected in zip(ops.dequantise(table), torch_twin.dequantise(table), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    keys, values = ops.dequantise(table, torch.bfloat16)
+    expected = torch_twin.dequantise(table, torch.bfloat16)
+    torch.testing.assert_close((keys, values), expected, rtol=8e-3, atol=1e-5)
+
+    q = torch.randn(len(table.first), table.first.shape[1] * group, head_dim)
+    kwargs = {"scale": head_dim**-0.5, "want_largest": True}
+    out, lse, largest = torch_twin.decode_attention(q, table, **kwargs)
+    native = ops.decode_attention(q, table, **kwargs)
+    empty = (table.tokens == 0).repeat_interleave(group, 1)
+    assert bool((native[1][empty] == -torch.inf).all())
+    assert_close(native[0], out)
+    if not bool(empty.all()):
+        assert_close(native[1][~empty], lse[~empty])
+        assert_close(native[2], largest)
+    without = ops.decode_attention(q, table, scale=head_dim**-0.5)
+    assert without[2] is None and torch.equal(without[0], native[0]) and torch.equal(without[1], native[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 64), (5, 80), (8, 128)])
+def test_pool_pages_are_read_as_the_twin_reads_them(dtype, group, head_dim):
+    keys, values = torch.randn(2, 60, 16, head_dim).to(dtype)
+    order = torch.randperm(60)
+    pages = [order[:2].view(2, 1), order[2:42].view(2, 20)]
+    lengths = torch.tensor([[3, 16], [200, 319]])
+    held = torch.zeros(60, 16, dtype=torch.bool)
+    for table, row in zip(pages, lengths, strict=True):
+        for lane, length in zip(table, row, strict=True):
+            held[lane] = (torch.arange(len(lane) * 16) < length).view(-1, 16)
+    keys[~held] = values[~held] = torch.nan
+    q = torch.randn(2, 2 * group, head_dim).to(dtype)
+    arguments = (q, keys, values, pages, lengths)
+    expected = torch_twin.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
+    for actual, wanted in zip(
+        ops.decode_attention_pool(*arguments, scale=0.2, want_largest=True), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+
+
+def test_twin_is_softmax_attention():
+    whole = PageFormat(16, 16, 16, 32, 4)
+    rows = torch.randn(2, 3, 16, 32)  # keys or values, page, slot, element
+    slab = quantise_pages(*rows, whole).flatten()
+    addresses = torch.tensor([[2, 0, 1]]) * whole.page_units
+    table = PageTable.of(slab, [[(whole, addresses, torch.tensor([[16, 16, 7]]))]])
+    keys, values = rows[:, [2, 0, 1]].flatten(1, 2)[:, :39]
+    q = torch.randn(1, 2, 32)
+    weights = (q[0] @ keys.T * 0.3).softmax(1)
+    out, lse, largest = torch_twin.decode_attention(q, table, scale=0.3, want_largest=True)
+    torch.testing.assert_close(out[0], weights @ values)
+    torch.testing.assert_close(lse[0], (q[0] @ keys.T * 0.3).logsumexp(1))
+    torch.testing.assert_close(largest, weights.amax(0))
+
+
+@needs_compiler
+def test_thread_count_changes_nothing():
+    packed, whole = PageFormat(4, 4, 64, 64), PageFormat(16, 16, 16, 64, 2)
+    table = make_table([[(whole, 2), (packed, 80)], [(packed, 3)]], 1, seed=1)  # one long lane, one short
+    assert int(table.tokens.max()) > 3000, "long enough to be cut into several units"
+    q = torch.randn(2, 3, 64)
+    for want in (False, True):
+        one = ops.decode_attention(q, table, scale=0.1, want_largest=want, num_threads=1)
+        for num_threads in (2, 3):
+            several = ops.decode_attention(q, table, scale=0.1, want_largest=want, num_threads=num_threads)
+            assert all(a is b or torch.equal(a, b) for a, b in zip(one, several, strict=True))
+    one, two = ops.dequantise(table), ops.dequantise(table, num_threads=2)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("KVBATCH_CACHE", str(tmp_path))
+    build.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert registry.cpu_kernels(64) is torch_twin
+            assert registry.cpu_kernels(64) is torch_twin
+    finally:
+        build.library.cache_clear()
+    assert len(caplog.records) == 1 and "torch takes over" in caplog.text
+
+
+def test_kernels_can_be_switched_off(monkeypatch, caplog):
+    monkeypatch.setenv("KVBATCH_NATIVE", "0")
+    build.library.cache_clear()
+    try:
+        assert registry.cpu_kernels(64) is torch_twin
+    finally:
+        build.library.cache_clear()
+    assert not caplog.records
