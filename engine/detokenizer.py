@@ -25,8 +25,9 @@ class Detokenizer:
         # The broken character is what the last few tokens add to a text that ends well without them.
         for cut in range(1, min(_MAX_CHARACTER_TOKENS, len(ids) + 1)):
             shorter = self._decode(ids[:-cut])
-            if not shorter.endswith(_REPLACEMENT):
-                return shorter if text.startswith(shorter) else text.rstrip(_REPLACEMENT)
+            if not shorter.endswith(_REPLACEMENT) and text.startswith(shorter):
+                # the first of them may hold whole characters too, such as a space
+                return shorter + text[len(shorter) :].rstrip(_REPLACEMENT)
         return text.rstrip(_REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:

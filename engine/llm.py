@@ -16,6 +16,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
 
+_END = object()
+
 
 class LLM:
     """Generate for many requests over one page pool.
@@ -37,15 +39,17 @@ class LLM:
         self.runner = Runner(model, self.cache)
         self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
+        self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
         self._totals = dict.fromkeys(
             ("num_rows", "num_steps", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
         )
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Result]:
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[Result]:
         """Yield a result for every request as it finishes.
 
         Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
+        None among them lets all rows before it finish before the next one is pulled.
         A request that can never run yields a result with finish reason `error`; others are not affected.
         When the iterator is closed early, every page is given back.
         """
@@ -74,18 +78,25 @@ class LLM:
         """Drop every row and give every page back."""
         for sequence in list(self.scheduler.running):
             self.scheduler.finish(sequence)
-            sequence.cache.free()
+            if sequence.cache is not None:  # None: stopped while its prefix was computed
+                sequence.cache.free()
         self.scheduler.waiting.clear()
+        self._draining = False
         self.prefixes.clear()
         self.cache.check()
 
-    def _fill(self, source: Iterator[Request]) -> Iterator[Result]:
+    def _fill(self, source: Iterator[Request | None]) -> Iterator[Result]:
         """Admit rows until one has to wait, pulling requests as needed."""
         while True:
             if not self.scheduler.waiting:
-                request = next(source, None)
-                if request is None:
+                if self._draining and self.scheduler.running:
                     return
+                request = next(source, _END)
+                self._draining = request is None
+                if request is _END:
+                    return
+                if request is None:
+                    continue
                 problem = self._problem(request)
                 if problem:
                     yield self._failure(request, problem)
@@ -126,6 +137,10 @@ class LLM:
                 f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of "
                 f"{self.model.config.max_context:,}"
             )
+        vocab_size = self.model.config.vocab_size
+        unknown = next((t for t in request.prompt_token_ids if not 0 <= t < vocab_size), None)
+        if unknown is not None:
+            return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
         layout, shared = self.budget.layout, request.prefix_tokens
         pages = layout.sequence_pages(prompt + new, shared) + (layout.sequence_pages(shared) if shared else 0)
         if pages > self.cache.num_blocks:

@@ -63,7 +63,9 @@ def available_bytes(device: str = "cpu") -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS tells only how much memory there is
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -72,15 +74,25 @@ def available_bytes(device: str = "cpu") -> int:
     return min([available, *_control_group_room()])
 
 
-def _control_group_room() -> list[int]:
-    """Return what the control group's limit (version 2, then 1) leaves, if it sets one."""
-    pairs = (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+def _control_group_room(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Return what the control group's limit (version 2, then 1) leaves, if it sets one.
+
+    Files that were read count as usage until their pages are wanted for something else: they are left out.
+    """
+    versions = (
+        (root / "memory.max", root / "memory.current", root / "memory.stat", "inactive_file"),
+        (
+            root / "memory/memory.limit_in_bytes",
+            root / "memory/memory.usage_in_bytes",
+            root / "memory/memory.stat",
+            "total_inactive_file",
+        ),
     )
-    for limit_file, usage_file in pairs:
+    for limit_file, usage_file, stat_file, reclaimable in versions:
         try:
-            limit, usage = Path(limit_file).read_text().strip(), int(Path(usage_file).read_text())
+            limit, usage = limit_file.read_text().strip(), int(usage_file.read_text())
+            stat = dict(line.split() for line in stat_file.read_text().splitlines())
+            usage -= int(stat.get(reclaimable, 0))
         except (OSError, ValueError):
             continue
         if limit.isdigit() and int(limit) < 1 << 60:

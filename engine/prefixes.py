@@ -33,8 +33,12 @@ class PrefixCache:
             request = Request(-1, tokens, SamplingParams(max_new_tokens=1))
             sequence = Sequence(request, self.missing_pages(tokens), is_prefix=True)
             sequence.cache = self._cache.open(sequence.num_pages, len(tokens), None)
-            while sequence.in_prefill:
-                self._runner.execute(StepPlan((), plan_chunks([sequence], self._step_tokens)))
+            try:
+                while sequence.in_prefill:
+                    self._runner.execute(StepPlan((), plan_chunks([sequence], self._step_tokens)))
+            except BaseException:
+                sequence.cache.free()
+                raise
             self._caches[tokens] = sequence.cache
         return self._caches[tokens]
 

@@ -78,9 +78,9 @@ class Result:
 
     `token_ids` holds every generated token, an end token included; `text` leaves out special tokens, whatever
     follows a stop string, and the bytes of a character that was not finished. Byte counts are of KV cache:
-    `kv_full_bytes` what all tokens would take at the model's precision, `kv_kept_bytes` the pages held at the end,
-    `kv_peak_bytes` the most pages held, both without pages shared with other rows. `prefill_s` runs from admission
-    to the first token, `decode_s` from there to the last; rows share both times.
+    `kv_full_bytes` what all tokens would take at the model's precision, `kv_kept_bytes` what those kept at the end
+    take, a shared prefix included, `kv_peak_bytes` the pages held, without those shared with other rows. `prefill_s`
+    runs from admission to the first token, `decode_s` from there to the last; rows share both times.
     """
 
     request_id: int

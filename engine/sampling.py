@@ -18,7 +18,7 @@ def make_random(params: SamplingParams, device: str | torch.device = "cpu") -> t
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the distribution `[V]` a row samples from, given its float32 logits `[V]` and a temperature above 0."""
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / params.temperature  # shifted: a tiny temperature must not overflow
     if 0 < params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     probs = logits.softmax(-1)

@@ -4,6 +4,7 @@ Commands import what they need when they run, so that help, reports and runs wit
 """
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,28 @@ from typing import Any
 import click
 
 from kvbatch import __version__
-from kvbatch.errors import KvbatchError
+from kvbatch.errors import Interrupted, KvbatchError
 
-EXIT_INTERNAL = 70
+EXIT_INTERNAL = KvbatchError.exit_code
+EXIT_INTERRUPTED = Interrupted.exit_code
+
+
+class _ToStderr(logging.Handler):
+    """Write a message as a line of its own, also while a progress bar stands on the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        from tqdm import tqdm
+
+        tqdm.write(record.getMessage(), file=sys.stderr)
 
 
 def main() -> None:
     """Run the command line and exit."""
+    for name in ("kvbatch", "engine", "kvcache"):  # what takes long or falls back says so
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_ToStderr())
     cli.main(prog_name="kvbatch")
 
 
@@ -41,6 +57,9 @@ def _guarded(context: click.Context, command: Callable[[], int]) -> None:
             raise
         click.echo(f"kvbatch: {error}", err=True)
         code = error.exit_code
+    except KeyboardInterrupt:  # outside of a run, which obeys signals in its own way
+        click.echo("kvbatch: stopped by SIGINT", err=True)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; say nothing more
         code = 0

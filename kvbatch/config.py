@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -49,6 +50,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 def config_hash(job: Job) -> str:
     """Return 12 hex digits over everything in the job that decides its output."""
     data = job.model_dump(mode="json", include=set(SEMANTIC_SECTIONS))
+    data["cache"] = asdict(job.cache.policy)  # what a preset means, not its name
     text = json.dumps(data, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -61,11 +63,15 @@ def to_yaml(job: Job) -> str:
 
 def _validate(source: Source) -> Job:
     # through JSON, because only there a strict tuple may be written as a list
-    return Job.model_validate_json(json.dumps(source.data))
+    return Job.model_validate_json(json.dumps(source.data, default=str))
 
 
 def _retype(source: Source, error: ValidationError) -> bool:
-    """Read values from the environment as YAML where the key wants no text: `limit: ${N:-10}`."""
+    """Read again what was read as the wrong kind.
+
+    Values from the environment as YAML where the key wants no text: `limit: ${N:-10}`. Values of -s as they
+    were written where it wants text: `-s prompt.template='Summarise: {text}'` is no mapping.
+    """
     changed = False
     for item in error.errors():
         key = _real_key(source.data, item["loc"])
@@ -73,6 +79,11 @@ def _retype(source: Source, error: ValidationError) -> bool:
             source.expanded.discard(key)
             _set(source.data, key, parse_scalar(_get(source.data, key)))
             changed = True
+        elif item["type"] == "string_type" and key in source.overrides:
+            text = source.overrides[key].partition("=")[2]
+            if "${" not in text and not isinstance(_get(source.data, key), list):
+                _set(source.data, key, text)
+                changed = True
     return changed
 
 
@@ -102,11 +113,11 @@ def _explain(source: Source, error: ValidationError) -> str:
 
 def _complaint(key: KeyPath, item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
-    if key == ("cache", "compress_method"):
-        message = "this version keeps the cache whole; the only value is 'none'"
-    elif item["type"] != "value_error":
+    if item["type"] != "value_error":
         given = json.dumps(item["input"], ensure_ascii=False, default=str)
         message = f"{_lower(message)}, not {given if len(given) < 80 else given[:77] + '…'}"
+        if item["type"] == "string_type" and isinstance(item["input"], dict):  # template: {text}
+            message += "; put a value that begins with a brace or holds ': ' in quotes"
     return f"key '{dotted(key)}': {message}" if key else message
 
 

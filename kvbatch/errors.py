@@ -1,7 +1,7 @@
 """The errors a user can meet, each with the exit code that the command line answers.
 
 KvbatchError            70  internal: a rerun may succeed
-├── LimitExceeded       65  finished, but a limit (errors, truncation) was exceeded
+├── LimitExceeded       65  finished, but no row got an answer
 ├── InputError          66  input missing or unreadable
 ├── ModelUnavailable    69  model or device unavailable
 ├── OutputError         73  cannot write
@@ -17,7 +17,7 @@ class KvbatchError(Exception):
 
 
 class LimitExceeded(KvbatchError):
-    """The job finished and its outputs are committed, but a limit of the job file was exceeded."""
+    """The job finished and its outputs are committed, but they are not what a job is run for."""
 
     exit_code = 65
 

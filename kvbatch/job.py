@@ -1,5 +1,6 @@
 """The sections of a job file, as strict models. How a file becomes one is `kvbatch.config`'s business."""
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -7,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from engine.errors import BudgetError
 from engine.memory import parse_budget
 from kvbatch.template import check_template, column_names
+from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -84,13 +86,40 @@ class LongDocumentSection(Section):
 
 
 class CacheSection(Section):
-    """How keys and values are kept."""
+    """How keys and values are kept: a preset, and the keys that differ from it (`kvcache.config`)."""
 
-    compress_method: Literal["none"] = "none"
+    preset: Literal["none", "dialogue", "logs", "extract", "default", "aggressive"] = "none"
+    compress_method: Literal["none", "sparse", "quant", "sparse+quant"] | None = None
+    keep_ratio: float | None = None  # share of the tokens that are kept
+    quant_bits: int | tuple[int, int] | None = None  # 16, 8 or 4; or keys and values apart
+    tiers: tuple[tuple[float, int, int], ...] | None = (
+        None  # [share, key bits, value bits], best tokens first
+    )
+    warmup_tokens: int | None = None  # first tokens kept whole
+    recent_tokens: int | None = None  # newest tokens kept whole
+    chunk_size: int | None = None  # tokens judged at once
+    delay: int | None = None  # chunks that follow before one is judged
+    scorer: str | None = None
+    probe: bool | None = None  # let the question look at each chunk before it is judged
+    budget: Literal["global", "per_head", "uniform", "layered"] | None = None
+    floor_ratio: float | None = None
+    layer_budget: tuple[float, ...] | None = None  # with budget layered: a weight for every layer
+    streaming: bool | None = None  # false: judge once, at the end of the prompt
+    whole_dtype: Literal["model", "bfloat16"] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_policy(self) -> "CacheSection":
+        self.policy  # noqa: B018 raises what is wrong with it
+        return self
+
+    @property
+    def policy(self) -> KVCacheConfig:
+        """The whole policy."""
+        return KVCacheConfig.from_dict(self.model_dump(exclude_none=True))
 
 
 class EngineSection(Section):
-    """Where and in how much memory the job runs. Nothing here changes the output."""
+    """Where and in how much memory the job runs. Of the output, it decides only which rows are too big to run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_budget: str | float | int = "60%"  # for keys and values: "60%", 0.6, "4GiB" or bytes
@@ -144,4 +173,4 @@ class Job(Section):
     @property
     def output_dir(self) -> str:
         """The directory that holds the job's runs."""
-        return self.output.dir or f"runs/{self.name}"
+        return os.path.expanduser(self.output.dir or f"runs/{self.name}")

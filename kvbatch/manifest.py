@@ -81,9 +81,16 @@ class RunDirectory:
             InputError: It is missing or damaged.
         """
         try:
-            return json.loads(self.manifest.read_text())
+            return json.loads(self.manifest.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{self.path} is no run directory: {error}") from error
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary that was written at the end; empty if there is none that can be read."""
+        try:
+            return json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
 
     def succeed(self) -> None:
         """Say that the run is complete."""
@@ -132,6 +139,7 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
         "config_hash": config_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
+        "memory_budget": job.engine.memory_budget,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
     }
@@ -144,7 +152,7 @@ def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
 
 def describe_model_files(spec: str) -> list[dict[str, Any]]:
     """Return the same for a local model's files; a model that is no local path is fixed by its revision."""
-    path = Path(spec)
+    path = Path(spec).expanduser()
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     stats = [(file, file.stat()) for file in files if file.suffix in MODEL_SUFFIXES]
     return [{"path": f.name, "num_bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats]
@@ -161,10 +169,17 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
         return None
     wanted = describe_run(job, files)
     same = all(found.get(key) == wanted[key] for key in _IDENTITY)
-    return run if same else None
+    return run if same and not _may_now_fit(run, found, job) else None
 
 
 _IDENTITY = ("format", "kvbatch", "config_hash", "input_files", "model_files")
+
+
+def _may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
+    """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
+    if manifest.get("memory_budget") == job.engine.memory_budget:
+        return False
+    return "over_budget" in run.read_summary().get("error_codes", {})
 
 
 def open_run(path: Path) -> RunDirectory:

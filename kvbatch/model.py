@@ -1,8 +1,5 @@
 """A job's model: found, described and, only when rows wait for it, loaded."""
 
-import json
-import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ class ModelHandle:
         path: local directory.
         revision: identity of the content.
         tokenizer: from transformers.
+        num_weights: numbers that the weights consist of.
     """
 
     section: ModelSection
@@ -34,11 +32,12 @@ class ModelHandle:
     tokenizer: Any
     device: str
     dtype: "torch.dtype"
+    num_weights: int
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weights will take, by the headers of their files."""
-        return sum(_num_elements(file) for file in self.path.glob("*.safetensors")) * self.dtype.itemsize
+        """Bytes that the weights will take in memory."""
+        return self.num_weights * self.dtype.itemsize
 
     def load(self) -> "Decoder":
         """Load the weights.
@@ -69,7 +68,7 @@ class ModelHandle:
 
 
 def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
-    """Find the model, and read its configuration and tokenizer.
+    """Find the model, read its configuration and tokenizer, and check the files of its weights.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used; the message says what to do.
@@ -79,17 +78,22 @@ def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
 
     from engine.errors import ModelError
     from engine.models.config import ModelConfig
+    from engine.models.weights import check_weights
     from kvbatch.model_source import resolve_model
 
     device = resolve_device(engine.device)
     if engine.threads:
         torch.set_num_threads(engine.threads)
-    source = resolve_model(section.path, revision=section.revision)
+    try:
+        source = resolve_model(section.path, revision=section.revision)
+    except OSError as error:
+        raise ModelUnavailable(f"model {section.path} cannot be read: {error}; check model.path") from error
     path = source.path
     try:
         config = ModelConfig.from_pretrained(
             path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
         )
+        num_weights = check_weights(path, config)
     except ModelError as error:
         raise ModelUnavailable(f"model {section.path}: {error}") from error
     try:
@@ -103,9 +107,8 @@ def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
             f"model {section.path}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
             "put tokenizer.json and tokenizer_config.json there, or fetch the model again"
         ) from error
-    return ModelHandle(
-        section, path, source.revision, config, tokenizer, device, resolve_dtype(section.dtype, device)
-    )
+    dtype = resolve_dtype(section.dtype, device)
+    return ModelHandle(section, path, source.revision, config, tokenizer, device, dtype, num_weights)
 
 
 def resolve_device(name: str) -> str:
@@ -135,14 +138,6 @@ def resolve_dtype(name: str, device: str) -> "torch.dtype":
         return torch.bfloat16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
-
-
-def _num_elements(file: Path) -> int:
-    """Return how many numbers a safetensors file holds, reading its header alone."""
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _first_line(error: Exception) -> str:

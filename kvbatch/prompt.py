@@ -17,6 +17,8 @@ from kvbatch.tokens import PieceTokenizer
 
 Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt"]
 
+MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
+
 _MARK = re.compile("\ue000kvb([0-9]+)\ue000")
 
 
@@ -83,11 +85,25 @@ class PromptBuilder:
         self._rest = [
             piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
         ]
+        written = parse_template(prompt.template)
+        asks_after = not written[-1].is_placeholder and written[-1].text.strip()
+        before = "" if asks_after or written[0].is_placeholder else written[0].text.strip()
+        self._question_before: list[int] = self._tokens.markup(before) if before else []
 
     @property
     def num_static_tokens(self) -> int:
         """Tokens of a prompt before anything is put into it."""
         return len(self.prefix_ids) + sum(len(part) for part in self._rest if isinstance(part, list))
+
+    @property
+    def probe_ids(self) -> list[int]:
+        """The question's own tokens, by which a compressing cache judges a document while it is read.
+
+        What follows the document, down to the head of the answer; where the question stands before the document,
+        that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones.
+        """
+        tail = self._rest[-1] if self._rest and isinstance(self._rest[-1], list) else []
+        return (self._question_before + tail)[-MAX_PROBE_TOKENS:]
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one document; see `build_batch`."""

@@ -1,13 +1,17 @@
 """What a run did, recomputed from its Parquet by polars; the measured part is read from summary.json."""
 
-import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import format_bytes
 
-_COUNTED = ("prompt", "completion", "cached_prompt", "dropped")
+if TYPE_CHECKING:
+    import polars as pl
+
+_TOKENS = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "dropped_tokens")
+_READ = ("status", "finish_reason", "error_code", "attempts", "truncation_side", *_TOKENS)
 
 
 def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +30,7 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     }
     head = {
         "job": manifest["job"],
-        "run_id": run.run_id,
+        "run_id": manifest["run_id"],
         "status": "complete" if measures else "incomplete",
         "config_hash": manifest["config_hash"],
         "kvbatch": manifest["kvbatch"],
@@ -43,43 +47,45 @@ def load_summary(path: Path) -> dict[str, Any]:
         InputError: There is no run.
     """
     run = open_run(path)
-    saved = json.loads(run.summary.read_text()) if run.summary.exists() else {}
-    computed = summarise(run, {})
+    computed, saved = summarise(run, {}), run.read_summary()
     derived = set(computed) - {"status", "tokens_per_s", "generated_tokens_per_s"}
     return computed | {key: value for key, value in saved.items() if key not in derived}
 
 
 def _figures(shards: Path) -> dict[str, Any]:
-    """Count rows and tokens over the shards."""
+    """Count rows and tokens over the shards, one at a time."""
+    counts = Counter(dict.fromkeys(("rows", "ok", "errors", "rejected", "truncated", *_TOKENS), 0))
+    reasons: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
+    for file in sorted(shards.glob("part-*.parquet")):
+        rows = _read(file)
+        ran = rows.filter(rows["attempts"] > 0)
+        statuses = _counts(rows, "status")
+        counts["rows"] += len(rows)
+        counts["truncated"] += ran["truncation_side"].count()
+        counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
+        counts.update({name: ran[name].sum() for name in _TOKENS})
+        reasons += _counts(ran, "finish_reason")
+        codes += _counts(rows, "error_code")
+    return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
+
+
+def _read(file: Path) -> "pl.DataFrame":
+    """Read a shard's columns by pyarrow: polars does not know every type that a passthrough column may have."""
     import polars as pl
+    import pyarrow.parquet as pq
 
-    files = sorted(shards.glob("part-*.parquet"))
-    counts = dict.fromkeys((f"{name}_tokens" for name in _COUNTED), 0)
-    empty = {"rows": 0, "ok": 0, "errors": 0, "rejected": 0, "truncated": 0}
-    if not files:
-        return empty | counts | {"finish_reasons": {}, "error_codes": {}}
-    ran = pl.col("kvb_attempts") > 0
-    rows = pl.scan_parquet(files).select(pl.col("^kvb_.*$"))
-    totals = rows.select(
-        pl.len().alias("rows"),
-        (pl.col("kvb_status") == "ok").sum().alias("ok"),
-        (pl.col("kvb_status") == "error").sum().alias("errors"),
-        (pl.col("kvb_status") == "rejected").sum().alias("rejected"),
-        (pl.col("kvb_truncation_side").is_not_null() & ran).sum().alias("truncated"),
-        *(pl.col(f"kvb_{name}_tokens").filter(ran).sum().alias(f"{name}_tokens") for name in _COUNTED),
-    )
-    reasons = _counts(rows.filter(ran), "kvb_finish_reason")
-    codes = _counts(rows, "kvb_error_code")
-    return totals.collect().to_dicts()[0] | {"finish_reasons": reasons, "error_codes": codes}
+    with pq.ParquetFile(file) as parquet:
+        table = parquet.read([f"kvb_{name}" for name in _READ])
+    return pl.from_arrow(table).rename(lambda name: name.removeprefix("kvb_"))
 
 
-def _counts(rows: Any, column: str) -> dict[str, int]:
-    import polars as pl
+def _counts(rows: "pl.DataFrame", column: str) -> Counter[str]:
+    return Counter(dict(rows[column].drop_nulls().value_counts().iter_rows()))
 
-    found = (
-        rows.filter(pl.col(column).is_not_null()).group_by(column).len().sort("len", column, descending=True)
-    )
-    return dict(found.collect().iter_rows())
+
+def _ranked(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def render(summary: dict[str, Any]) -> str:

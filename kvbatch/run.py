@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvbatch.errors import JobFileError, KvbatchError
+from kvbatch.errors import JobFileError, KvbatchError, LimitExceeded
 from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory, create_run, describe_run, find_same_run
 from kvbatch.progress import Progress, format_bytes
@@ -168,7 +168,12 @@ class JobRunner:
         self.progress.end()
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds)
-        write_json(run.summary, report.summarise(run, measures))
+        summary = report.summarise(run, measures)
+        write_json(run.summary, summary)
+        if summary["rows"] and not summary["ok"]:
+            raise LimitExceeded(
+                f"none of {summary['rows']:,} rows got an answer; {run.path}/deadletter has each with its reason"
+            )
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
@@ -220,7 +225,6 @@ def _divide_budget(job: Job, model: "ModelHandle") -> tuple["EngineConfig", Any]
     from engine.budget import divide_budget
     from engine.errors import BudgetError
     from engine.memory import resolve_budget
-    from kvcache.config import KVCacheConfig
 
     try:
         config = EngineConfig(
@@ -229,7 +233,7 @@ def _divide_budget(job: Job, model: "ModelHandle") -> tuple["EngineConfig", Any]
             ),
             step_tokens=job.engine.step_tokens,
             max_sequences=job.engine.max_sequences,
-            cache=KVCacheConfig(compress_method=job.cache.compress_method),
+            cache=job.cache.policy,
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize)
     except BudgetError as error:

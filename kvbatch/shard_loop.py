@@ -39,11 +39,8 @@ class ShardLoop:
             for _ in requests:
                 raise AssertionError("a row wants to run, but the plan has none")
         else:
-            # The engine drains once, before the fullest bin. So this bin is admitted whole, and the bytes
-            # held at the peak are those planned: not more, as the pool has no more, and not less.
-            for part in split_before(requests, plan.peak_row):
-                for result in self._llm.generate(part):
-                    self._finish(result)
+            for result in self._llm.generate(drained_before(requests, plan.peak_row)):
+                self._finish(result)
         assert not self._open, "the engine kept rows to itself"
 
     def _finish(self, result: Result) -> None:
@@ -88,7 +85,13 @@ class ShardLoop:
                     "a prompt differs from its plan"
                 )
                 sampling = self._sampling(shard.rows[place]["row_id"])
-                yield Request(first + place, prompt.token_ids, sampling, prompt.prefix_tokens)
+                yield Request(
+                    first + place,
+                    prompt.token_ids,
+                    sampling,
+                    prompt.prefix_tokens,
+                    self._runner.builder.probe_ids,
+                )
 
     def _sampling(self, row_id: str) -> SamplingParams:
         values = self._job.generation.model_dump()
@@ -103,22 +106,16 @@ class ShardLoop:
         self._log.event("shard written", shard=shard.number, rows=len(rows))
 
 
-def split_before(requests: Iterator[Request], request_id: int) -> tuple[Iterator[Request], Iterator[Request]]:
-    """Cut a stream in two before one request; the second part is to be read after the first."""
-    held = []
+def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
+    """Let the engine drain once, before the first row of the plan's fullest bin.
 
-    def first() -> Iterator[Request]:
-        for request in requests:
-            if request.request_id == request_id:
-                held.append(request)
-                return
-            yield request
-
-    def second() -> Iterator[Request]:
-        yield from held
-        yield from requests
-
-    return first(), second()
+    So this bin is admitted whole, and the bytes held at the peak are those planned: not more, as the pool has no
+    more, and not less.
+    """
+    for request in requests:
+        if request.request_id == request_id:
+            yield None
+        yield request
 
 
 def _turn_end(tokenizer: Any) -> tuple[int, ...]:

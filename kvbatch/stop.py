@@ -17,6 +17,7 @@ class Stopper:
     """Turn signals into `StopSignal`, held back while a block is shielded."""
 
     def __init__(self) -> None:
+        self.obeyed: str | None = None  # the signal that stopped the main thread
         self._shields = 0
         self._pending: str | None = None
 
@@ -38,8 +39,8 @@ class Stopper:
             self._raise()
 
     def _raise(self) -> None:
-        name, self._pending = self._pending, None
-        raise StopSignal(name)
+        self.obeyed, self._pending = self._pending, None
+        raise StopSignal(self.obeyed)
 
 
 @contextmanager
@@ -57,8 +58,13 @@ def stop_on_signals() -> Iterator[Stopper]:
     before = [signal.signal(number, stopper.handle) for number in numbers]
     try:
         yield stopper
-    except StopSignal as error:
-        raise Interrupted(f"stopped by {error}; finished shards stay, a rerun starts the job again") from None
+    except (StopSignal, Exception) as error:
+        if stopper.obeyed is None:
+            raise
+        # A signal comes between any two statements, so what cleans up behind it may meet half a change and fail.
+        raise Interrupted(
+            f"stopped by {stopper.obeyed}; finished shards stay, a rerun starts the job again"
+        ) from error
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -33,8 +33,7 @@ class PieceTokenizer:
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         chat_template = str(getattr(tokenizer, "chat_template", None) or "")
         for token in spec["added_tokens"]:
-            # <think> and <tool_call> are no "special" tokens, yet the chat template gives them a meaning
-            token["special"] = token["special"] or token["content"] in chat_template
+            token["special"] = token["special"] or _is_control(token["content"], chat_template)
         _continue_text(spec)
         text = json.dumps(spec)
         self._markup = Tokenizer.from_str(text)
@@ -95,13 +94,24 @@ class PieceTokenizer:
         return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
 
 
+def _is_control(content: str, chat_template: str) -> bool:
+    """Tell whether an added token has a meaning, though it is not marked as special.
+
+    The chat template gives one to <think> and <tool_call>, code models to <|file_sep|>. Runs of spaces have none.
+    """
+    is_mark = content.startswith("<|") and content.endswith("|>")
+    return is_mark or (not content.isspace() and content in chat_template)
+
+
 def _continue_text(spec: dict[str, Any]) -> None:
-    """Let a tokenizer treat its input as the middle of a text: sentencepiece's leading space is not added."""
+    """Let a tokenizer treat its input as the middle of a text: no space is put before it."""
 
     def visit(node: Any) -> None:
         if isinstance(node, dict):
             if node.get("type") == "Metaspace":
                 node["prepend_scheme"] = "never"
+            if node.get("type") == "ByteLevel":
+                node["add_prefix_space"] = False
             if node.get("type") == "Sequence" and "normalizers" in node:
                 node["normalizers"] = [n for n in node["normalizers"] if n.get("type") != "Prepend"]
             for value in node.values():

@@ -17,6 +17,7 @@ from kvbatch.errors import JobFileError
 
 KeyPath = tuple[str | int, ...]
 
+_KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 
 
@@ -94,6 +95,7 @@ def _neighbours(path: Path) -> str:
 def _collect_lines(node: yaml.Node, key: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
+            _check_key(name, path)
             inner = (*key, name.value)
             if inner in lines:
                 raise JobFileError(
@@ -106,6 +108,15 @@ def _collect_lines(node: yaml.Node, key: KeyPath, lines: dict[KeyPath, int], pat
         for index, value in enumerate(node.value):
             lines[(*key, index)] = value.start_mark.line + 1
             _collect_lines(value, (*key, index), lines, path)
+
+
+def _check_key(name: yaml.Node, path: Path) -> None:
+    place = f"{path}:{name.start_mark.line + 1}"
+    if not isinstance(name, yaml.ScalarNode):  # `template: {{text}}` is a mapping with a mapping for its key
+        raise JobFileError(f"{place}: a key must be a name; put a value that begins with a brace in quotes")
+    if name.tag not in _KEY_TAGS:
+        kind = name.tag.rpartition(":")[2]
+        raise JobFileError(f"{place}: key {name.value!r} is a {kind} to YAML; put it in quotes")
 
 
 def expand_environment(source: Source, environment: Mapping[str, str] = os.environ) -> None:

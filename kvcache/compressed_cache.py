@@ -15,6 +15,7 @@ from kvcache.arena import Arena, ArenaPool
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
 from kvcache.compressors.budget import assign_tiers
 from kvcache.frames import FramePool, PageStore
+from kvcache.kernels.page_table import PageLists
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
 from kvcache.quant import quantise_pages
@@ -71,6 +72,11 @@ class CompressedCache:
         return [self.sinks, *self.tiers, *self.pending, self.recent]
 
     @property
+    def page_lists(self) -> PageLists:
+        """The lists as kernels take them, the open pages last."""
+        return [(part.format, part.addresses, part.counts) for part in self.lists]
+
+    @property
     def kept_tokens(self) -> Tensor:
         """Tokens that each lane holds, arena included, int64 `[lanes]`."""
         held = sum(part.lengths for part in self.lists)
@@ -115,22 +121,6 @@ class CompressedCache:
         self.recent_scores = scores[:, TIER_PAGE_TOKENS:]
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)
         self._admit(scores[:, :TIER_PAGE_TOKENS], keys.view(shape), values.view(shape))
-
-    def gather(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one layer's pages, dequantised; the twin of the kernels that read pages in place.
-
-        Returns:
-            keys, values float32 `[KVH, N, D]` and which of the N are tokens, bool `[KVH, N]`; the open pages last.
-        """
-        heads = self.layout.num_kv_heads
-        lanes = slice(layer * heads, (layer + 1) * heads)
-        keys, values, valid = [], [], []
-        for part in self.lists:
-            k, v, tokens = part.gather(lanes)
-            keys.append(k)
-            values.append(v)
-            valid.append(tokens)
-        return torch.cat(keys, 1), torch.cat(values, 1), torch.cat(valid, 1)
 
     def note_attention(self, layer: int, weights: Tensor) -> None:
         """Keep the largest attention `[KVH, n]` that one layer's open-page tokens received in decode."""

@@ -25,7 +25,8 @@ class KVCacheConfig:
             `quant` keeps history at fewer bits, `sparse+quant` does both.
         keep_ratio: share of the tokens that are kept, sinks and recent window aside.
         quant_bits: 16, 8 or 4 for keys and values alike, or a pair (keys, values).
-        tiers: shares of tokens at bits of their own, best scores first; replaces `keep_ratio` and `quant_bits`.
+        tiers: shares of tokens at bits of their own, best scores first; where given, `keep_ratio` and `quant_bits`
+            mean nothing.
         warmup_tokens: first tokens kept whole (attention sinks).
         recent_tokens: newest tokens kept whole.
         chunk_size: tokens judged at once.
@@ -108,8 +109,15 @@ class KVCacheConfig:
         for name in values:
             if name not in known:
                 raise ValueError(f"cache key {name!r} is not known; use one of {', '.join(sorted(known))}")
+        single = {"keep_ratio", "quant_bits"} & values.keys()
         if "tiers" in values:
+            if single:
+                raise ValueError(
+                    f"tiers and {' and '.join(sorted(single))} say the same thing twice; give one"
+                )
             values["tiers"] = tuple(Tier(*tier) for tier in values["tiers"])
+        elif single:
+            values["tiers"] = ()  # those of the preset
         for name in ("quant_bits", "layer_budget"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
@@ -157,4 +165,16 @@ class KVCacheConfig:
         )
 
 
-PRESETS = {"none": KVCacheConfig()}
+def _preset(**values: Any) -> KVCacheConfig:
+    return KVCacheConfig(compress_method="sparse+quant", whole_dtype="bfloat16", **values)
+
+
+PRESETS = {
+    "none": KVCacheConfig(),
+    "dialogue": _preset(keep_ratio=0.5, quant_bits=8),
+    "logs": _preset(keep_ratio=0.3, quant_bits=4, recent_tokens=48),
+    "extract": _preset(keep_ratio=0.1, quant_bits=4, recent_tokens=48),
+    # nothing is dropped: evicting the last tenth costs five times the divergence of keeping it at 3 and 2 bits
+    "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.25, 4, 4), Tier(0.75, 3, 2))),
+    "aggressive": _preset(quant_bits=4, tiers=(Tier(0.18, 4, 4), Tier(0.3, 3, 2))),
+}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvcache.frames import PageStore
 from kvcache.page_format import UNIT_BYTES, PageFormat
-from kvcache.quant import dequantise_pages
 
 # Rows of keys and values are moved in pieces of 16 elements, which divide every head dim and every page offset.
 _PIECE = 16
@@ -113,21 +112,6 @@ class PageList:
         lanes = lanes.repeat_interleave(valid.sum(1))
         self.addresses, self.lengths = self.addresses[:, :0], torch.zeros_like(self.lengths)
         return lanes, keys[valid], values[valid]
-
-    def gather(self, lanes: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return some lanes' tokens: keys and values float32 `[lanes, N, D]`, and which of the N are tokens."""
-        width = -(-int(self.lengths[lanes].max()) // self.format.page_tokens)
-        addresses = self.addresses[lanes, :width].clamp(min=0)
-        if self.format.whole:
-            keys, values = (x.float() for x in self.read_whole(addresses))
-        else:
-            pages = self._store.pool.read(addresses, self.format.page_bytes)
-            keys, values = dequantise_pages(pages.flatten(0, 1), self.format)
-            keys, values = (x.unflatten(0, addresses.shape) for x in (keys, values))
-        tokens = torch.arange(width * self.format.page_tokens) < self.lengths[lanes, None]
-        # what lies beyond a lane's tokens may be anything, NaN included
-        keys, values = (x.flatten(1, 2).masked_fill(~tokens[..., None], 0) for x in (keys, values))
-        return keys, values, tokens
 
     def read_whole(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole pages, each `[*addresses.shape, page_tokens, D]`."""

@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     from transformers import AutoTokenizer
 
     from engine import LLM, EngineConfig, Request, SamplingParams
+    from engine.budget import cache_layout
     from engine.detokenizer import Detokenizer
     from engine.memory import resolve_budget
     from engine.models import load_model
@@ -52,9 +53,13 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         max_sequences=args.max_sequences,
         cache=KVCacheConfig.preset(args.preset),
     )
-    llm = LLM(model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True)))
     sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
+    # As in a job, the pool is as large as the work needs, and never larger than the budget.
+    layout = cache_layout(model.config, config, dtype.itemsize)
+    needed = sum(layout.sequence_pages(len(prompt) + args.max_new) for prompt in prompts)
+    config = replace(config, pool_pages=needed)
+    llm = LLM(model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True)))
 
     start = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}
@@ -65,6 +70,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
             raise RuntimeError(f"prompt {index}: {results[index].error_message}")
     facts = {
         "kv_peak_bytes": llm.stats().kv_peak_bytes,
+        "kv_allocated_bytes": llm.stats().kv_allocated_bytes,
         "dtype": _name(dtype),
         "step_tokens": args.step_tokens,
         "preset": args.preset,

@@ -1,9 +1,11 @@
 """Scored, tiered, quantised: sequences in a compressed cache."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from engine.attention.compressed import attend_aside, attend_chunk, attend_token
+from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
 from engine.cache.base import Attend
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
@@ -12,6 +14,8 @@ from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.compressors.registry import get_scorer
 from kvcache.frames import FramePool
+from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.registry import cpu_kernels
 from kvcache.quant import rotation
 
 
@@ -50,6 +54,8 @@ class CompressedBackend:
         )
         self._whole_dtype = whole_dtype
         self._max_context = max_context
+        self._kernels = cpu_kernels(layout.head_dim)
+        self._room: Tensor | None = None
         tiers = config.resolved_tiers
         judges = len(tiers) > 1 or tiers[0].ratio < 1
         self.scorer = get_scorer(config.scorer) if judges else None
@@ -94,25 +100,28 @@ class CompressedBackend:
 
     def attend(self, plan: StepPlan) -> Attend:
         """See `CacheBackend.attend`."""
-        decodes = [s.cache for s in plan.decodes]
+        decode = self._decode([s.cache for s in plan.decodes]) if plan.decodes else None
         chunks = [
-            (c.sequence.cache, c.num_tokens, len(self.probe_tokens(c.sequence, c.num_tokens)))
+            (
+                c.sequence.cache.arena,
+                self._pages(c.sequence.cache),
+                c.num_tokens,
+                len(self.probe_tokens(c.sequence, c.num_tokens)),
+            )
             for c in plan.chunks
         ]
-        slots = [cache.recent.open_slots() for cache in decodes]
-        heads = self.layout.num_kv_heads
+        num_decodes = len(plan.decodes)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = torch.empty_like(q)  # [T, H, D]
-            lanes = slice(layer * heads, (layer + 1) * heads)
-            for i, (cache, (key_slots, value_slots)) in enumerate(zip(decodes, slots, strict=True)):
-                cache.recent.write_pieces(key_slots[lanes], k[i])
-                cache.recent.write_pieces(value_slots[lanes], v[i])
-                out[i] = attend_token(layer, q[i], cache)
-            start = len(decodes)
-            for cache, count, num_probes in chunks:
+            if decode:
+                out[:num_decodes] = decode(layer, q[:num_decodes], k[:num_decodes], v[:num_decodes])
+            start = num_decodes
+            for arena, pages, count, num_probes in chunks:
                 span = slice(start, start + count + num_probes)
-                out[span] = attend_chunk(layer, q[span], k[span], v[span], cache, self.scorer, num_probes)
+                out[span] = attend_chunk(
+                    layer, q[span], k[span], v[span], arena, pages(layer), self.scorer, num_probes
+                )
                 start = span.stop
             return out
 
@@ -120,7 +129,57 @@ class CompressedBackend:
 
     def attend_aside(self, cache: CompressedCache) -> Attend:
         """See `CacheBackend.attend_aside`."""
-        return self._rotated(lambda layer, q, k, v: attend_aside(layer, q, k, v, cache))
+        pages = self._pages(cache)
+        return self._rotated(lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer)))
+
+    def _decode(self, caches: list[CompressedCache]) -> Attend:
+        """Return the part of the callback that stores and attends one new token of each sequence."""
+        slots = [cache.recent.open_slots() for cache in caches]
+        key_slots, value_slots = (torch.stack(x, 1) for x in zip(*slots, strict=True))  # [lanes, B, D / 16]
+        table = PageTable.of(self.frames.slab, [cache.page_lists for cache in caches])
+        write = caches[0].recent.write_pieces
+
+        def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            lanes = self._lanes(layer)
+            write(key_slots[lanes], k.transpose(0, 1))
+            write(value_slots[lanes], v.transpose(0, 1))
+            pages = table.lanes(lanes.start, lanes.stop)
+            out, _, largest = self._kernels.decode_attention(
+                q,
+                pages,
+                scale=q.shape[2] ** -0.5,
+                want_largest=self.scorer is not None,
+                num_threads=torch.get_num_threads(),
+            )
+            if largest is not None:
+                ends = pages.tokens.view(-1).cumsum(0).view(len(caches), -1)
+                for cache, end in zip(caches, ends, strict=True):
+                    open_tokens = int(cache.recent.lengths[0])  # the last of each lane's tokens
+                    cache.note_attention(layer, largest[end[:, None] + torch.arange(-open_tokens, 0)])
+            return out
+
+        return decode
+
+    def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
+        """Return a function that gives one layer's pages."""
+        table = PageTable.of(self.frames.slab, [cache.page_lists])
+
+        def pages(layer: int) -> LayerPages:
+            lanes = self._lanes(layer)
+            return LayerPages(self._kernels, table.lanes(lanes.start, lanes.stop), self._workspace)
+
+        return pages
+
+    def _lanes(self, layer: int) -> slice:
+        return slice(layer * self.layout.num_kv_heads, (layer + 1) * self.layout.num_kv_heads)
+
+    def _workspace(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return room for keys and values, float32 `[num_tokens, D]`; it is kept, since fresh memory is dear."""
+        if self._room is None or self._room.shape[1] < num_tokens:
+            self._room = torch.empty(
+                2, num_tokens * 5 // 4, self.layout.head_dim, device=self.frames.slab.device
+            )
+        return self._room[0, :num_tokens], self._room[1, :num_tokens]
 
     def _rotated(self, attend: Attend) -> Attend:
         """Attend in the rotated basis, in which outliers are spread and few bits do; attention is the same in any."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import get_backend
+from engine.attention.cpu import attend_apart
 from engine.cache.base import Attend
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
@@ -86,7 +87,7 @@ class FullCache:
 
     def attend_aside(self, cache: SequenceCache) -> Attend:
         """See `CacheBackend.attend_aside`."""
-        return lambda layer, q, k, v: self.backend.prefill(layer, q, k, v, cache)[0]
+        return lambda layer, q, k, v: attend_apart(layer, q, k, v, cache)[0]
 
     def advance(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
         """See `CacheBackend.advance`."""

@@ -4,6 +4,7 @@ Q, K and V lie in one matrix, gate and up in another. Each is allocated once and
 load never holds the model twice. Every shape is checked before anything is copied.
 """
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,21 @@ class Checkpoint:
             raise ModelError(f"{file} is missing; fetch the model again") from None
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} is truncated or corrupt ({error}); fetch the model again") from error
+
+
+def check_weights(path: Path, config: ModelConfig) -> int:
+    """Prove by the files' headers that a model's weights are there, whole and of the configured shapes.
+
+    Returns:
+        How many numbers they are.
+
+    Raises:
+        ModelError: they are not.
+    """
+    shapes = _shapes(config)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check(shapes)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:

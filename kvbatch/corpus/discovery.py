@@ -53,6 +53,10 @@ def discover(paths: Iterable[str], wanted: str) -> Discovery:
             if real in seen:
                 continue
             seen.add(real)
+            if not _is_utf8(candidate):
+                shown = os.fsencode(candidate).decode(errors="backslashreplace")
+                found.problems.append(FileProblem(shown, "the file's name is not UTF-8; rename it"))
+                continue
             try:
                 format_, compression = identify(candidate, wanted)
                 stat = os.stat(candidate)
@@ -134,6 +138,14 @@ def _match(pattern: str, found: Discovery) -> Iterator[str]:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(("_", ".")) and name != "."
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # other bytes become lone surrogates in Python's names
+        return False
+    return True
 
 
 def _fixed_part(pattern: str) -> str:

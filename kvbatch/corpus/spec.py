@@ -50,6 +50,10 @@ class InputSpec:
             raise JobFileError(f"input.limit is {self.limit}: use 0 or more")
         if self.max_row_bytes < 1:
             raise JobFileError(f"input.max_row_bytes is {self.max_row_bytes}: use 1 or more")
+        if is_reserved(self.id_name, ""):
+            raise JobFileError(
+                f"input.id_column: {self.id_name!r} is the name of an output column; rename it in the input"
+            )
         if isinstance(self.passthrough, str):
             if self.passthrough != "all":
                 raise JobFileError(

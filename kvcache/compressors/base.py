@@ -26,10 +26,13 @@ class Scorer(Protocol):
     """Judge keys while they lie in the arena; higher is kept.
 
     A scorer holds no state of its own: it updates the running scores of the arena's keys, which start at 0 and
-    move with the keys. `needs_question` says whether it works only with the question's tokens as probes.
+    move with the keys. `needs_question` says whether it works only with the question's tokens as probes. Where
+    `distance` is a number, the score is the largest attention ever received from queries at least that far behind:
+    kernels yield it by themselves, and `update` is its specification.
     """
 
     needs_question: bool
+    distance: int | None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
         """Update one layer's running scores `[KVH, N]` in place."""

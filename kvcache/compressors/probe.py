@@ -13,9 +13,8 @@ WINDOW = 17
 
 def raise_by_probes(
     scores: Tensor,  # [KVH, N] raised in place
-    weights: Tensor,  # [KVH, G, P, N] attention probabilities of the probes
+    peaks: Tensor,  # [KVH, N] the largest attention any probe gives
 ) -> None:
     """Join another scorer's scores with what the probes attend to, by maximum."""
-    peaks = weights.amax((1, 2))  # [KVH, N]
     pooled = F.max_pool1d(peaks[:, None], WINDOW, stride=1, padding=WINDOW // 2)[:, 0]
     scores.copy_(scores.maximum(pooled.mul_(WEIGHT)))

@@ -13,6 +13,7 @@ class Streaming:
     """Score by position."""
 
     needs_question = False
+    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
         """See `Scorer.update`."""

@@ -11,6 +11,8 @@ from kvcache.page_format import PageFormat
 # A sequence's lists of pages: format, addresses `[lanes, pages]`, valid slots of each page `[lanes, pages]`.
 PageLists = Sequence[tuple[PageFormat, Tensor, Tensor]]
 
+_PER_LANE = ("first", "num_pages", "tokens")
+
 
 @dataclass(frozen=True)
 class PageTable:
@@ -27,6 +29,7 @@ class PageTable:
         counts: int32 `[P]` valid slots, the page's first ones.
         first: int64 `[B, lanes]`.
         num_pages: int64 `[B, lanes]`.
+        tokens: int64 `[B, lanes]`, what the lane's counts add up to.
     """
 
     slab: Tensor
@@ -36,18 +39,22 @@ class PageTable:
     counts: Tensor
     first: Tensor
     num_pages: Tensor
+    tokens: Tensor
 
     @classmethod
     def of(cls, slab: Tensor, sequences: Sequence[PageLists]) -> "PageTable":
         """Join the lists of several sequences, each lane's in the order given."""
         formats = tuple(dict.fromkeys(page_format for lists in sequences for page_format, _, _ in lists))
-        addresses, format_ids, counts, first, num_pages, start = [], [], [], [], [], 0
+        addresses, format_ids, counts, first, num_pages, tokens = [], [], [], [], [], []
+        start = 0
         for lists in sequences:
             held = torch.cat([part for _, part, _ in lists], 1)  # [lanes, pages]
             ids = [torch.full((part.shape[1],), formats.index(kind)) for kind, part, _ in lists]
             addresses.append(held.flatten())
             format_ids.append(torch.cat(ids).to(torch.uint8).expand_as(held).flatten())
-            counts.append(torch.cat([part for _, _, part in lists], 1).to(torch.int32).flatten())
+            filled = torch.cat([part for _, _, part in lists], 1)
+            counts.append(filled.to(torch.int32).flatten())
+            tokens.append(filled.sum(1))
             num_lanes, width = held.shape
             first.append(start + torch.arange(num_lanes) * width)
             num_pages.append(torch.full((num_lanes,), width))
@@ -60,16 +67,10 @@ class PageTable:
             torch.cat(counts),
             torch.stack(first),
             torch.stack(num_pages),
+            torch.stack(tokens),
         )
-
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens of each lane, int64 `[B, lanes]`."""
-        before = torch.zeros(len(self.counts) + 1, dtype=torch.int64)
-        torch.cumsum(self.counts, 0, out=before[1:])
-        return before[self.first + self.num_pages] - before[self.first]
 
     def lanes(self, start: int, end: int) -> "PageTable":
         """Return the table of lanes `[start, end)` of every sequence."""
-        first, num_pages = (x[:, start:end].contiguous() for x in (self.first, self.num_pages))
-        return replace(self, first=first, num_pages=num_pages)
+        per_lane = {name: getattr(self, name)[:, start:end].contiguous() for name in _PER_LANE}
+        return replace(self, **per_lane)

@@ -3,14 +3,19 @@
 from types import ModuleType
 
 
-def cpu_kernels(head_dim: int) -> ModuleType:
-    """Return a module with `dequantise`, `decode_attention` and `decode_attention_pool`."""
+def compiled_kernels(head_dim: int) -> ModuleType | None:
+    """Return the compiled kernels, `kvcache.kernels.cpu.ops`, or None where there are none for this head size."""
     from kvcache.kernels.cpu.build import library
 
     if head_dim % 16 or library() is None:
-        from kvcache.kernels import torch_twin
-
-        return torch_twin
+        return None
     from kvcache.kernels.cpu import ops
 
     return ops
+
+
+def cpu_kernels(head_dim: int) -> ModuleType:
+    """Return a module with `dequantise`, `decode_attention` and `decode_attention_pool`, compiled or in torch."""
+    from kvcache.kernels import torch_twin
+
+    return compiled_kernels(head_dim) or torch_twin

@@ -14,12 +14,21 @@ from kvcache.quant import dequantise_pages
 
 
 def dequantise(
-    table: PageTable, dtype: torch.dtype = torch.float32, num_threads: int = 1
+    table: PageTable,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,  # [at least the tokens, D] each
+    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all lanes, dense: `[sum of table.tokens, D]`, lane behind lane."""
+    """Return keys and values of all lanes, dense: `[sum of table.tokens, D]`, lane behind lane.
+
+    `out` is room for them, to be used again: fresh memory costs many times the arithmetic. Its dtype counts.
+    """
     lanes = [_lane(table, first, count) for first, count in _entries(table)]
-    keys, values = (torch.cat(parts).to(dtype) for parts in zip(*lanes, strict=True))
-    return keys, values
+    keys, values = (torch.cat(parts) for parts in zip(*lanes, strict=True))
+    if out is None:
+        return keys.to(dtype), values.to(dtype)
+    return out[0][: len(keys)].copy_(keys), out[1][: len(values)].copy_(values)
 
 
 def decode_attention(
@@ -58,6 +67,95 @@ def decode_attention_pool(
         for lane, length in zip(table, row, strict=True)
     )
     return _attend(q, lanes, lengths.numel(), scale, want_largest)
+
+
+def prefill_attention_pool(
+    q: Tensor,  # [C, H, D] strided, last dim contiguous
+    keys: Tensor,  # [P, page_tokens, D]
+    values: Tensor,  # [P, page_tokens, D]
+    pages: Tensor,  # int64 [KVH, pages]
+    past: Tensor,  # int64 [KVH]
+    *,
+    scale: float,
+    out: Tensor | None = None,  # float32 [C, H, D]
+    num_threads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
+
+    The chunk's tokens are in slots `[past, past + C)` of their lanes; query `i` sees slots `[0, past + i]`.
+    `out` is room for the output, to be used again.
+
+    Returns:
+        output, float32 `[C, H, D]`; natural log-sum-exp, float32 `[C, H]`.
+    """
+    outs, lses = [], []
+    for head, (lane, before) in enumerate(zip(pages, past.tolist(), strict=True)):
+        k, v = (slab[lane].flatten(0, 1)[: before + len(q)].float() for slab in (keys, values))
+        part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, scale)
+        outs.append(part)
+        lses.append(lse)
+    joined = torch.cat(outs, 1)
+    return (joined if out is None else out.copy_(joined)), torch.cat(lses, 1)
+
+
+def prefill_attention(
+    q: Tensor,  # [C, H, D] strided, last dim contiguous
+    table: PageTable | None,  # one sequence, KVH lanes
+    keys: Tensor,  # [KVH, N, D] lanes may be apart
+    values: Tensor,  # [KVH, N, D]
+    *,
+    scale: float,
+    distance: int | None = None,
+    out: Tensor | None = None,  # float32 [C, H, D]
+    num_threads: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend a chunk of one sequence to its pages, all of them older, and causally to explicit keys.
+
+    The last C keys are the chunk's own. `out` is room for the output, to be used again.
+
+    Returns:
+        output, float32 `[C, H, D]`; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the
+        largest weight each explicit key gets from a query at least so many tokens behind it (0: no query is), of any
+        of its lane's heads, float32 `[KVH, N]`.
+    """
+    num_lanes, num_arena = keys.shape[:2]
+    entries = _entries(table) if table else [None] * num_lanes
+    position = torch.arange(len(q))[:, None] + num_arena - len(q)
+    outs, lses, largest = [], [], []
+    for head, entry in enumerate(entries):
+        lane = (keys[head].float(), values[head].float())
+        if entry:
+            lane = [torch.cat(parts) for parts in zip(_lane(table, *entry), lane, strict=True)]
+        part, lse, weights = _attend_causally(_heads(q, head, num_lanes), *lane, scale)
+        outs.append(part)
+        lses.append(lse)
+        if distance is not None:
+            near = position - torch.arange(num_arena) < distance
+            largest.append(weights.amax(1)[:, -num_arena:].masked_fill(near, 0).amax(0))
+    joined = torch.cat(outs, 1)
+    return (
+        joined if out is None else out.copy_(joined),
+        torch.cat(lses, 1),
+        None if distance is None else torch.stack(largest),
+    )
+
+
+def _heads(q: Tensor, lane: int, num_lanes: int) -> Tensor:
+    """Return the query heads `[C, G, D]` of one KV head."""
+    return q.unflatten(1, (num_lanes, -1))[:, lane].float()
+
+
+def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend `[C, G, D]` queries to `[N, D]` keys, the last C their own.
+
+    Returns:
+        output `[C, G, D]`, log-sum-exp `[C, G]` and weights `[C, G, N]`.
+    """
+    scores = torch.einsum("cgd,nd->cgn", q, keys) * scale
+    ahead = torch.ones(len(q), len(keys), dtype=torch.bool).triu_(len(keys) - len(q) + 1)
+    scores.masked_fill_(ahead[:, None], -torch.inf)
+    weights = scores.softmax(2)
+    return torch.einsum("cgn,nd->cgd", weights, values), scores.logsumexp(2), weights
 
 
 def _attend(q: Tensor, lanes, num_items: int, scale: float, want_largest: bool):

@@ -1,5 +1,8 @@
 """Every backend agrees with the reference, and the reference with plain softmax attention."""
 
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,20 @@ from engine.attention import get_backend
 from kvcache.layout import CacheLayout
 from kvcache.pool import PagePool
 from kvcache.sequence_cache import SequenceCache, slot_mapping
+
+
+@contextmanager
+def torch_alone():
+    """The CPU backend where there is no compiler."""
+    with patch("engine.attention.cpu.compiled_kernels", return_value=None):
+        yield get_backend("cpu")
+
+
+BACKENDS = (
+    lambda: nullcontext(get_backend("reference")),
+    lambda: nullcontext(get_backend("cpu")),
+    torch_alone,
+)
 
 
 def filled_cache(pool: PagePool, num_past: int, num_new: int, keys: torch.Tensor, values: torch.Tensor):
@@ -63,8 +80,9 @@ def test_backends_agree(num_past, num_new, kv_heads, group, head_dim, holes, see
     q = 3 * torch.randn(num_new, kv_heads * group, head_dim)
     expected = plain(q, keys, values, num_past)
     cache = filled_cache(pool, num_past, num_new, keys, values)
-    for name in ("reference", "cpu"):
-        got = get_backend(name).prefill(0, q, keys[num_past:], values[num_past:], cache)
+    for backend in BACKENDS:
+        with backend() as attention:
+            got = attention.prefill(0, q, keys[num_past:], values[num_past:], cache)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -79,8 +97,9 @@ def test_decode_of_many_sequences_agrees():
     q = torch.randn(len(lengths), 6, 16)
     caches = [filled_cache(pool, n, 1, *kv) for n, kv in zip(lengths, data, strict=True)]
     expected = [plain(q[i : i + 1], *kv, n) for i, (n, kv) in enumerate(zip(lengths, data, strict=True))]
-    for name in ("reference", "cpu"):
-        out, lse = get_backend(name).decode(0, q, caches)
+    for backend in BACKENDS:
+        with backend() as attention:
+            out, lse = attention.decode(0, q, caches)
         torch.testing.assert_close(out, torch.cat([o for o, _ in expected]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse, torch.cat([s for _, s in expected]), rtol=1e-4, atol=1e-5)
 

@@ -87,14 +87,15 @@ def test_a_small_pool_only_makes_rows_wait_and_its_peak_is_the_reservation(llama
 def test_a_request_that_cannot_run_is_answered_and_the_rest_run(llama):
     config = EngineConfig(20_000_000, pool_pages=24)
     llm = LLM(llama[1], config, as_text)
-    rows = prompts((20, 508, 400, 0, 30))
+    rows = [*prompts((20, 508, 400, 0, 30)), [5, 199]]
     results = run(llm, [Request(i, p, GREEDY) for i, p in enumerate(rows)])
-    assert [r.finish_reason for r in results] == ["length", "error", "error", "error", "length"]
+    assert [r.finish_reason for r in results] == ["length", *["error"] * 3, "length", "error"]
     assert (
         "508 prompt tokens and up to 12 new ones exceed the model's context of 512"
         in results[1].error_message
     )
     assert "need" in results[2].error_message and "bytes of KV" in results[2].error_message
+    assert "token 199 of the prompt is outside the model's vocabulary of 199" in results[5].error_message
     assert results[4].token_ids == reference(llama[0], rows[4])
 
 
@@ -113,6 +114,26 @@ def test_requests_are_pulled_only_as_far_as_there_is_room(llama):
     results.close()
     assert llm.cache.num_available == llm.cache.num_blocks, "an abandoned run gives its pages back"
     assert not llm.scheduler.running
+
+
+def test_what_stops_the_engine_is_told_and_every_page_comes_back(llama, monkeypatch):
+    """At any of its forward passes: of the prefix, of a prefill, of a decode."""
+    prefix = prompts((70,))[0]
+    requests = [Request(i, prefix + p, GREEDY, prefix_tokens=70) for i, p in enumerate(prompts((30, 40)))]
+    forward = llama[1].forward
+    for last in range(4):
+        llm = LLM(llama[1], EngineConfig(20_000_000, step_tokens=64), as_text)
+        left = iter(range(last))
+
+        def stopped(*args, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return forward(*args)
+
+        monkeypatch.setattr(llama[1], "forward", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.generate(requests))
+        assert llm.cache.num_available == llm.cache.num_blocks
 
 
 def test_rows_end_for_their_own_reason(llama):
@@ -173,3 +194,15 @@ def test_sampling_depends_on_the_rows_seed_alone(llama):
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     reseeded = run(llm, [replace(requests[0], sampling=replace(params[0], seed=9))])[0]
     assert reseeded.token_ids != together[0].token_ids
+
+
+def test_none_among_the_requests_drains_the_engine_and_keeps_the_prefix(llama):
+    prefix = prompts((40,))[0]
+    rows = [
+        Request(i, prefix + p, GREEDY, prefix_tokens=40) for i, p in enumerate(prompts((30, 300, 50, 20)))
+    ]
+    llm = LLM(llama[1], EngineConfig(20_000_000), as_text)
+    order = [result.request_id for result in llm.generate([*rows[:2], None, *rows[2:], None])]
+    assert sorted(order[:2]) == [0, 1] and sorted(order[2:]) == [2, 3]
+    free = run(llm, rows)
+    assert sorted(r.request_id for r in free) == [0, 1, 2, 3]

@@ -30,6 +30,11 @@ def test_filters_are_those_of_transformers(temperature, top_k, top_p, min_p):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.tensor([1.0, 300.0, 299.0])
+    assert probabilities(logits, SamplingParams(temperature=1e-37)).tolist() == [0, 1, 0]
+
+
 def test_draws_follow_the_distribution_and_the_rows_seed_alone():
     logits = torch.tensor([0.1, 0.6, 0.3]).log()
     params = SamplingParams(temperature=1.0, seed=5)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from kvbatch import errors
 from kvbatch.cli import cli
+from kvbatch.stop import stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "polars")
@@ -91,6 +92,16 @@ def test_wrong_command_lines_and_missing_things(job_file):
     path = str(job_file([{"id": "a", "text": "b"}]))
     Path("file").write_text("")
     assert invoke(cli, ["run", path, "-s", "output.dir=file/runs"]).exit_code == 73
+
+
+def test_what_fails_behind_a_signal_does_not_hide_it():
+    with pytest.raises(errors.Interrupted, match="SIGTERM"), stop_on_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            raise ValueError("half a change")
+    with pytest.raises(ValueError, match="no signal"), stop_on_signals():
+        raise ValueError("no signal")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

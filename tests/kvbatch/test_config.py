@@ -34,7 +34,7 @@ def test_defaults_and_overrides(write):
     assert job.input.paths == ("a.jsonl", "b/*.parquet")
     assert job.output_dir == "runs/demo"
     assert (job.engine.memory_budget, job.generation.temperature, job.input.limit) == ("4GiB", 1.0, 3)
-    assert job.generation.repetition_stop and job.cache.compress_method == "none"
+    assert job.generation.repetition_stop and not job.cache.policy.compresses
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,9 @@ def test_defaults_and_overrides(write):
         ("Be brief.", "'{text}'", [], ["prompt.system", "only in prompt.template"]),
         ("name: demo", "name: demo\nname: other", [], [":3", "'name' stands twice", "line 2"]),
         ("name: demo", "name: [", [], ["not valid YAML"]),
+        ("name: demo", "name: demo\non: 1", [], [":3", "'on' is a bool to YAML", "quotes"]),
+        ("name: demo", "name: {{text}}", [], [":2", "in quotes"]),
+        ("Be brief.", "{x}", [], [":6", "prompt.system", "in quotes"]),
         ("demo", "${KVB_UNSET}", [], [":2", "KVB_UNSET", "${KVB_UNSET:-default}"]),
         (
             "",
@@ -69,7 +72,14 @@ def test_defaults_and_overrides(write):
         ("", "", ["limit"], ["-s limit", "section.key=value"]),
         ("", "", ["name.x=1"], ["'name' is a value, not a section"]),
         ("", "", ["engine.memory_budget=110%"], ["engine.memory_budget", "4GiB"]),
-        ("", "", ["cache.compress_method=quant"], ["cache.compress_method", "'none'"]),
+        (
+            "",
+            "",
+            ["cache.compress_method=quant", "cache.keep_ratio=0.5"],
+            ["cache", "keep_ratio 0.5 drops tokens"],
+        ),
+        ("", "", ["cache.preset=logs", "cache.quant_bits=2"], ["cache", "2 bits ruin"]),
+        ("", "", ["cache.preset=tiny"], ["cache.preset", "'aggressive'"]),
     ],
 )
 def test_mistakes_are_named(write, old, new, overrides, expected):
@@ -99,6 +109,11 @@ def test_environment(write, monkeypatch):
     assert job.name == "007"  # text where the key wants text …
     assert job.generation.max_new_tokens == 9  # … and a number where it wants one
     assert job.prompt.system == "${{HOME}} x"
+
+
+def test_an_override_is_text_where_the_key_wants_text(write):
+    job = load_job(write(GOOD), ["prompt.template=Summarise: {text}", "name=2024", "generation.stop=[a]"])
+    assert (job.prompt.template, job.name, job.generation.stop) == ("Summarise: {text}", "2024", ("a",))
 
 
 def test_resolved_job_is_the_same_job(write):

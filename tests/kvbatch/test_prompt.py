@@ -59,12 +59,15 @@ def test_tokens_that_the_chat_template_uses_are_control_tokens(tokenizer):
     from copy import deepcopy
 
     thinker = deepcopy(tokenizer)
-    thinker.add_tokens(["<think>", "<tab>"])  # neither is "special"
-    thinker.chat_template = thinker.chat_template + "<think>"
+    thinker.add_tokens(["<think>", "<tab>", "<|file_sep|>", "   "])  # none is "special"
+    thinker.chat_template = thinker.chat_template + "<think>{#    #}"
     builder = PromptBuilder(thinker, PromptSection(template="{text}"))
-    ids = builder.build(Doc("<think> <tab>"), 400, ERROR).token_ids
-    assert ids.count(thinker.convert_tokens_to_ids("<think>")) == 1
-    assert thinker.convert_tokens_to_ids("<tab>") in ids
+    ids = builder.build(Doc("<think> <tab><|file_sep|>   x"), 400, ERROR).token_ids
+    think, tab, file_sep, spaces = map(
+        thinker.convert_tokens_to_ids, ("<think>", "<tab>", "<|file_sep|>", "   ")
+    )
+    assert ids.count(think) == 1 and file_sep not in ids
+    assert tab in ids and spaces in ids
 
 
 def test_unigram_vocabulary_does_not_leak_control_tokens():
@@ -156,3 +159,19 @@ def test_unfit_chat_templates_are_refused(tokenizer, template, match):
     other.chat_template = template
     with pytest.raises(JobFileError, match=match):
         PromptBuilder(other, PromptSection(template="Please read {text}"))
+
+
+@pytest.mark.parametrize(
+    ("template", "question"),
+    [
+        ("Read this:\n{text}\nWhat broke?", "What broke?"),
+        ("What broke in {id}?\n{text}", "What broke in"),
+        ("{text}", ""),
+    ],
+)
+def test_probes_are_the_question_and_the_head_of_the_answer(tokenizer, template, question):
+    builder = PromptBuilder(tokenizer, PromptSection(template=template))
+    text = tokenizer.decode(builder.probe_ids)
+    assert question in text
+    assert text.endswith("assistant\n")
+    assert len(builder.probe_ids) <= 64 and "Read this" not in text

@@ -3,17 +3,28 @@
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from engine import EngineStats, Result
 from kvbatch.config import load_job
-from kvbatch.errors import InputError, JobFileError, KvbatchError, ModelUnavailable
+from kvbatch.errors import (
+    InputError,
+    JobFileError,
+    KvbatchError,
+    LimitExceeded,
+    ModelUnavailable,
+    OutputError,
+)
+from kvbatch.manifest import open_run
 from kvbatch.report import load_summary, render
 from kvbatch.run import run_job
+from kvbatch.runlog import RunLog
 from kvbatch.shard import row_seed
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
@@ -28,9 +39,10 @@ class Backwards:
     def generate(self, requests):
         held = []
         for request in requests:
-            self.requests.append(request)
-            held.append(request)
-            if len(held) == 3:
+            if request is not None:
+                self.requests.append(request)
+                held.append(request)
+            if request is None or len(held) == 3:
                 yield from self._answers(held)
                 held = []
         yield from self._answers(held)
@@ -158,11 +170,53 @@ def test_nothing_new(job_file, tiny_model):
     assert run(path).is_new, "a run without _SUCCESS is not to be relied upon"
 
 
+def test_more_memory_for_rows_that_did_not_fit_is_new(job_file):
+    rows = [{"id": "a", "text": "x y " * 90}, {"id": "b", "text": "x"}]
+    path = job_file(rows, engine={"memory_budget": "80KB"})
+    assert output(run(path).run)["kvb_error_code"].to_list() == ["over_budget", None]
+    assert not run(path).is_new
+    more = run(path, "engine.memory_budget=64MiB")
+    assert more.is_new and output(more.run)["kvb_status"].to_list() == ["ok", "ok"]
+    assert not run(path, "engine.memory_budget=32MiB").is_new
+
+
+def test_passthrough_types_that_polars_does_not_know(job_file):
+    path = job_file([], input={"path": "in.parquet", "passthrough": "all"})
+    times = pa.array([1, 2], pa.timestamp("us", "+05:30"))
+    pq.write_table(pa.table({"id": ["a", "b"], "text": ["fox", "dog"], "time": times}), "in.parquet")
+    found = run(path).run
+    assert pq.read_table(found.shards / "part-00000.parquet")["time"].combine_chunks() == times
+    assert load_summary(found.path)["ok"] == 2
+
+
+def test_a_corrupt_model_is_told_before_any_document_is_read(job_file, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    path = job_file(RECORDS, model={"path": "model"})
+    for content in (b"", weights[:100], weights[:-10], b"\xff" * 100):
+        (model / "model.safetensors").write_bytes(content)
+        with pytest.raises(ModelUnavailable, match="truncated or corrupt"):
+            run(path)
+    assert not Path("runs").exists()
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    log = RunLog(Path("/dev/full"))
+    with pytest.raises(OutputError, match="No space left"):
+        log.event("planned")
+    log.failure(ValueError())
+    log.close()
+
+
 def test_a_job_where_nothing_can_run_loads_no_model(job_file):
     def forbidden(model, config):
         raise AssertionError("weights were loaded")
 
-    found = run(job_file(['{"id": "a", "text": ""}', "no json"]), make_llm=forbidden).run
+    with pytest.raises(LimitExceeded, match="none of 2 rows") as raised:
+        run(job_file(['{"id": "a", "text": ""}', "no json"]), make_llm=forbidden)
+    assert raised.value.exit_code == 65
+    found = open_run(Path("runs/test"))
+    assert not (found.path / "_SUCCESS").exists()
     assert output(found)["kvb_status"].to_list() == ["rejected"] * 2
     assert load_summary(found.path)["rejected"] == 2
 

@@ -103,9 +103,9 @@ def test_keydiff_keeps_the_odd_key():
 
 def test_probes_raise_what_they_look_at_and_its_neighbours():
     scores = torch.full((1, 100), 0.2)
-    weights = torch.zeros(1, 2, 3, 100)
-    weights[0, 1, 2, 50] = 0.3
-    raise_by_probes(scores, weights)
+    peaks = torch.zeros(1, 100)
+    peaks[0, 50] = 0.3
+    raise_by_probes(scores, peaks)
     assert scores[0, 42:59].tolist() == pytest.approx([1.2] * 17)
     assert scores[0, [41, 59]].tolist() == pytest.approx([0.2, 0.2])
 

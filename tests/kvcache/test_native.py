@@ -11,69 +11,13 @@ from hypothesis import strategies as st
 from kvcache.kernels import registry, torch_twin
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
-from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.page_format import PageFormat
 from kvcache.quant import quantise_pages
+from tests.kvcache.page_tables import make_table, page_formats
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)) or build.library() is None, reason="no C++ compiler"
 )
-BITS = [(16, 16), (8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2)]
-NAN_BYTE = 0xFF  # in every byte it makes NaN of float16, bfloat16 and float32
-
-
-@st.composite
-def page_formats(draw, head_dim: int) -> PageFormat:
-    key_bits, value_bits = draw(st.sampled_from(BITS))
-    whole = key_bits == 16
-    return PageFormat(
-        key_bits,
-        value_bits,
-        draw(st.sampled_from([16, 48])) if whole else 64,
-        head_dim,
-        draw(st.sampled_from([2, 4])),
-        two_axis=not whole and draw(st.booleans()),
-    )
-
-
-def poison(page: torch.Tensor, count: int, page_format: PageFormat) -> None:
-    """Overwrite everything a page says of slots from `count` on."""
-    size, dim = page_format.page_tokens, page_format.head_dim
-    key_row = dim * (8 * page_format.whole_bytes if page_format.whole else page_format.key_bits) // 8
-    value_row = dim * (8 * page_format.whole_bytes if page_format.whole else page_format.value_bits) // 8
-    sections = [(page_format.key_code_offset, key_row), (page_format.value_code_offset, value_row)]
-    if not page_format.whole:
-        sections += [(page_format.value_scale_offset, 2), (page_format.value_min_offset, 2)]
-    if page_format.two_axis:
-        sections.append((page_format.row_factor_offset, 2))
-    for offset, row_bytes in sections:
-        page[offset + count * row_bytes : offset + size * row_bytes] = NAN_BYTE
-
-
-def make_table(sequences: list[list[tuple[PageFormat, int]]], num_lanes: int, seed: int) -> PageTable:
-    """Fill pages with random tokens; unused slots, and the memory between pages, are poison."""
-    generator = torch.Generator().manual_seed(seed)
-    chunks, start, lists = [], 0, []
-    for pages in sequences:
-        entries = []
-        for page_format, width in pages:
-            shape = (num_lanes, width)
-            counts = torch.randint(0, page_format.page_tokens + 1, shape, generator=generator)
-            counts[torch.rand(shape, generator=generator) < 0.4] = page_format.page_tokens
-            addresses = torch.full(shape, -1)
-            for index in (counts > 0).nonzero().tolist():
-                index = tuple(index)
-                rows = torch.randn(
-                    2, 1, page_format.page_tokens, page_format.head_dim, generator=generator
-                ).mul_(2)
-                page = quantise_pages(*rows, page_format)[0]
-                poison(page, int(counts[index]), page_format)
-                gap = torch.full((UNIT_BYTES,), NAN_BYTE, dtype=torch.uint8)
-                chunks += [gap, page]
-                addresses[index] = start + 1
-                start += 1 + page_format.page_units
-            entries.append((page_format, addresses, counts))
-        lists.append(entries)
-    return PageTable.of(torch.cat([*chunks, torch.full((UNIT_BYTES,), NAN_BYTE, dtype=torch.uint8)]), lists)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -95,9 +39,10 @@ def test_packed_pages_are_read_as_the_twin_reads_them(data):
 
     for actual, expected in zip(ops.dequantise(table), torch_twin.dequantise(table), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    keys, values = ops.dequantise(table, torch.bfloat16)
+    room = torch.full((2, int(table.tokens.sum()) + 3, head_dim), 7.0, dtype=torch.bfloat16).unbind()
     expected = torch_twin.dequantise(table, torch.bfloat16)
-    torch.testing.assert_close((keys, values), expected, rtol=8e-3, atol=1e-5)
+    torch.testing.assert_close(ops.dequantise(table, out=room), expected, rtol=8e-3, atol=1e-5)
+    assert all(bool((x[-3:] == 7).all()) for x in room), "it wrote beyond its tokens"
 
     q = torch.randn(len(table.first), table.first.shape[1] * group, head_dim)
     kwargs = {"scale": head_dim**-0.5, "want_largest": True}

@@ -7,24 +7,10 @@
 #include <vector>
 
 #include "codes.h"
-
-// Byte offsets of a page's sections; kvcache/page_format.py computes them. -1: no such section.
-struct Format {
-  int32_t key_bits, value_bits, page_tokens, whole_bytes;
-  int32_t key_codes, key_scales, key_minima, value_codes, value_scales, value_minima, key_factors;
-};
-
-struct Page {
-  const uint8_t *keys, *values;  // codes
-  const uint8_t* base;           // what the format's other offsets count from
-  const Format* format;
-  int count;  // valid slots; bytes of the others are never looked at
-};
+#include "page.h"
 
 // Up to four query heads share one unpacking of the codes: more do not fit the 16 registers of AVX2.
 constexpr int MAX_HEADS = 4;
-
-static inline int round_up(int n) { return (n + 7) / 8 * 8; }
 
 // What will be read next: memory is asked for it, some bytes per token, while the arithmetic is busy.
 struct Soon {

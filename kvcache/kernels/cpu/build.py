@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -83,15 +84,26 @@ def compile_and_load(compiler: list[str], folder: Path, extra_flags: tuple[str, 
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile to a temporary file and move it to its place; without OpenMP where the compiler has none."""
-    source = next(source for source in _sources() if source.suffix == ".cpp")
+    """Compile to a temporary file and move it to its place; on one thread where the compiler has no OpenMP."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / path.name
         try:
-            _run([*command, "-fopenmp", str(source), "-o", str(target)])
-        except subprocess.CalledProcessError:
-            _run([*command, str(source), "-o", str(target)])
+            _build([*command, "-fopenmp"], target)
+            ctypes.CDLL(str(target))  # a runtime that is missing shows here
+        except (subprocess.CalledProcessError, OSError):
+            target.unlink(missing_ok=True)
+            _build(command, target)
         os.replace(target, path)
+
+
+def _build(command: list[str], target: Path) -> None:
+    """Compile all sources at once and link them."""
+    sources = [path for path in _sources() if path.suffix == ".cpp"]
+    objects = [str(target.with_name(f"{source.stem}.o")) for source in sources]
+    commands = [[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
+    _run([*command, *objects, "-o", str(target)])
 
 
 def _sources() -> list[Path]:
@@ -112,7 +124,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
+    )
 
 
 @contextlib.contextmanager

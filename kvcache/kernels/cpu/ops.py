@@ -16,13 +16,21 @@ from kvcache.page_format import PageFormat
 
 
 def dequantise(
-    table: PageTable, dtype: torch.dtype = torch.float32, num_threads: int = 1
+    table: PageTable,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,  # [at least the tokens, D] each
+    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """See `torch_twin.dequantise`; float32 or bfloat16."""
-    assert dtype in (torch.float32, torch.bfloat16)
-    dim = table.formats[0].head_dim
-    keys = torch.empty(int(table.tokens.sum()), dim, dtype=dtype)
-    values = torch.empty_like(keys)
+    dim, num_tokens = table.formats[0].head_dim, int(table.tokens.sum())
+    if out is None:
+        out = tuple(torch.empty(num_tokens, dim, dtype=dtype) for _ in range(2))
+    keys, values = (room[:num_tokens] for room in out)
+    dtype = keys.dtype
+    for room in (keys, values):
+        _check(room, (dtype,))
+        assert dtype in (torch.float32, torch.bfloat16) and room.shape == (num_tokens, dim)
     library().kvb_dequantise(
         *_table(table),
         ctypes.c_int64(table.first.numel()),
@@ -99,6 +107,106 @@ def decode_attention_pool(
         num_threads,
     )
     return out.to(q.dtype), lse, largest
+
+
+def prefill_attention_pool(
+    q: Tensor,  # [C, H, D] strided, last dim contiguous
+    keys: Tensor,  # [P, page_tokens, D]
+    values: Tensor,  # [P, page_tokens, D]
+    pages: Tensor,  # int64 [KVH, pages]
+    past: Tensor,  # int64 [KVH]
+    *,
+    scale: float,
+    out: Tensor | None = None,  # float32 [C, H, D]
+    num_threads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """See `torch_twin.prefill_attention_pool`; slabs in float32 or bfloat16."""
+    num_new, num_heads, dim = q.shape
+    _check(keys, (torch.float32, torch.bfloat16))
+    _check(values, (keys.dtype,))
+    _check(past, (torch.int64,))
+    assert keys.shape == values.shape and keys.shape[2] == dim and dim % 16 == 0
+    assert len(pages) == len(past) and num_heads % len(past) == 0
+    # A row of a wider block table is as good as a table of its own.
+    assert pages.dtype == torch.int64 and pages.stride(1) == 1 and pages.device.type == "cpu"
+    assert int(past.max()) + num_new <= pages.shape[1] * keys.shape[1], (
+        "a lane is longer than its block table"
+    )
+    rows, out, lse = _chunk(q, out)
+    library().kvb_prefill_pool(
+        _pointer(keys),
+        _pointer(values),
+        keys.itemsize,
+        keys.shape[1],
+        _pointer(pages),
+        ctypes.c_int64(pages.stride(0)),
+        _pointer(past),
+        len(past),
+        *_queries(rows, len(past), scale),
+        *map(_pointer, (out, lse)),
+        num_threads,
+    )
+    return out, lse
+
+
+def prefill_attention(
+    q: Tensor,  # [C, H, D] strided, last dim contiguous
+    table: PageTable | None,  # one sequence, KVH lanes
+    keys: Tensor,  # [KVH, N, D] lanes may be apart
+    values: Tensor,  # [KVH, N, D]
+    *,
+    scale: float,
+    distance: int | None = None,
+    out: Tensor | None = None,  # float32 [C, H, D]
+    num_threads: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `torch_twin.prefill_attention`; keys and values in float32 or bfloat16."""
+    num_lanes, num_arena, dim = keys.shape
+    assert (
+        keys.shape == values.shape
+        and keys.stride() == values.stride()
+        and dim == q.shape[2]
+        and dim % 16 == 0
+    )
+    assert keys.dtype == values.dtype and keys.dtype in (torch.float32, torch.bfloat16)
+    assert keys.stride()[1:] == (dim, 1) and keys.device.type == values.device.type == "cpu"
+    assert len(q) <= num_arena and q.shape[1] % num_lanes == 0
+    assert table is None or (table.first.shape == (1, num_lanes) and table.formats[0].head_dim == dim)
+    assert distance is None or distance >= 0
+    rows, out, lse = _chunk(q, out)
+    largest = None if distance is None else torch.empty(num_lanes, num_arena)
+    library().kvb_prefill_mixed(
+        *(_table(table) if table else [None] * 7),
+        _pointer(keys),
+        _pointer(values),
+        keys.itemsize,
+        ctypes.c_int64(keys.stride(0) * keys.itemsize),
+        num_arena,
+        num_lanes,
+        *_queries(rows, num_lanes, scale),
+        *map(_pointer, (out, lse)),
+        ctypes.c_int64(distance or 0),
+        _pointer(largest),
+        num_threads,
+    )
+    return out, lse, largest
+
+
+def _chunk(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a chunk's queries as the kernels want them, and room for output and log-sum-exp."""
+    rows = q if q.dtype == torch.float32 and q.stride(2) == 1 else q.float().contiguous()
+    if out is None:
+        out = torch.empty(q.shape)
+    _check(out, (torch.float32,))
+    assert out.shape == q.shape and q.device.type == "cpu"
+    return rows, out, torch.empty(q.shape[:2])
+
+
+def _queries(rows: Tensor, num_lanes: int, scale: float) -> tuple:
+    """Return pointer, strides of tokens and heads, tokens, query heads of a lane, head dim and scale."""
+    num_new, num_heads, dim = rows.shape
+    strides = (ctypes.c_int64(rows.stride(0)), ctypes.c_int64(rows.stride(1)))
+    return _pointer(rows), *strides, num_new, num_heads // num_lanes, dim, ctypes.c_float(scale)
 
 
 def _rows(q: Tensor, num_items: int) -> tuple[Tensor, Tensor, Tensor]:

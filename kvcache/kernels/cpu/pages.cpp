@@ -2,30 +2,20 @@
 //
 // Work is cut into units of about UNIT_SLOTS slots of one (sequence, KV head), whatever the number of threads, and
 // partial results are joined in order: the result does not depend on the threads.
-#include <atomic>
 #include <cmath>
 
 #include "attend.h"
+#include "parallel.h"
+#include "unpack.h"
 
 namespace {
 
-constexpr int64_t PAGE_UNIT = 512;  // addresses count in units of so many bytes
 constexpr int64_t UNIT_SLOTS = 2048;
 
 struct Unit {
   int64_t item, first, last;  // pages [first, last) of the item
   int64_t slot;               // slots of the item before them
 };
-
-template <class Work>
-void parallel(int64_t count, int threads, Work& work) {
-  std::atomic<int64_t> next(0);
-#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
-  {
-    auto state = work.state();
-    for (int64_t i = next++; i < count; i = next++) work(state, i);
-  }
-}
 
 // Pages of items, however they are addressed: num_pages(item), count(item, i) and page(item, i).
 template <class Pages>
@@ -129,25 +119,6 @@ struct Decode {
   }
 };
 
-// Pages of any format, by address.
-struct MixedPages {
-  const uint8_t* slab;
-  const Format* formats;
-  const int64_t* addresses;
-  const uint8_t* format_ids;
-  const int32_t* counts;
-  const int64_t *first, *length;  // [items] the item's pages in the arrays above
-
-  int64_t num_pages(int64_t item) const { return length[item]; }
-  int count(int64_t item, int64_t i) const { return counts[first[item] + i]; }
-  Page page(int64_t item, int64_t i) const {
-    const int64_t n = first[item] + i;
-    const Format* f = formats + format_ids[n];
-    const uint8_t* base = slab + addresses[n] * PAGE_UNIT;
-    return {base + f->key_codes, base + f->value_codes, base, f, counts[n]};
-  }
-};
-
 // Pages of full precision, keys and values in slabs of their own, by page id.
 struct PoolPages {
   const uint8_t *keys, *values;
@@ -189,52 +160,20 @@ struct Dequantise {
     parallel(tasks.size(), threads, *this);
   }
 
-  struct Room {
-    std::vector<float> ones, zeros, a, b, c;
-  };
-  Room state() const { return {}; }
+  Unpack state() const { return {}; }
 
-  void operator()(Room& room, int64_t task) const {
+  void operator()(Unpack& unpack, int64_t task) const {
     const int64_t row = tasks[task].row;
     const Page page = pages.page(tasks[task].item, tasks[task].page);
-    const Format& f = *page.format;
-    const int size = round_up(std::max(dim, page.count));
-    room.ones.assign(size, 1.f);
-    room.zeros.assign(size, 0.f);
-    const float *ones = room.ones.data(), *zeros = room.zeros.data();
-    auto section = [&](int offset, int count, std::vector<float>& into, const float* otherwise) {
-      if (offset < 0) return otherwise;
-      into.resize(size);
-      read_halves(page.base + offset, count, into.data());
-      return (const float*)into.data();
-    };
-    write(f.key_bits, page.keys, page, section(f.key_scales, dim, room.a, ones),
-          section(f.key_minima, dim, room.b, zeros), section(f.key_factors, page.count, room.c, ones), zeros, keys,
-          row);
-    write(f.value_bits, page.values, page, ones, zeros, section(f.value_scales, page.count, room.a, ones),
-          section(f.value_minima, page.count, room.b, zeros), values, row);
+    unpack.keys(page, dim, 0, page.count, [&](int t, int d, f32x8 x) { put(keys, (row + t) * dim + d, x); });
+    unpack.values(page, dim, 0, page.count, [&](int t, int d, f32x8 x) { put(values, (row + t) * dim + d, x); });
   }
 
-  // (code * scale[d] + minimum[d]) * factor[t] + offset[t]
-  void write(int bits, const uint8_t* codes, const Page& page, const float* scale, const float* minimum,
-             const float* factor, const float* offset, void* out, int64_t row) const {
-    with_codes(bits, page.format->whole_bytes, [&](auto kind) {
-      using Codes = decltype(kind);
-      for (int t = 0; t < page.count; t++) {
-        for (int u = 0; u < dim / 16; u++) {
-          f32x8 x[2];
-          Codes::read(codes + (int64_t)t * Codes::row_bytes(dim), dim, u, x[0], x[1]);
-          for (int half = 0; half < 2; half++) {
-            const int d = 16 * u + 8 * half;
-            x[half] = (x[half] * load(scale + d) + load(minimum + d)) * factor[t] + offset[t];
-            if (bf16)
-              store_bf16((uint16_t*)out + (row + t) * dim + d, x[half]);
-            else
-              store((float*)out + (row + t) * dim + d, x[half]);
-          }
-        }
-      }
-    });
+  void put(void* into, int64_t at, f32x8 x) const {
+    if (bf16)
+      store_bf16((uint16_t*)into + at, x);
+    else
+      store((float*)into + at, x);
   }
 };
 

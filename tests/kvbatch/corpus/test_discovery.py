@@ -30,6 +30,15 @@ def test_order_is_arguments_then_names_and_a_file_comes_once(tmp_path, write_jso
     assert names(tmp_path / "b" / "**" / "*.jsonl") == in_b
 
 
+def test_a_name_that_is_not_utf8_is_refused_by_name(tmp_path):
+    try:
+        (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"text": "t"}')
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl: the file's name is not UTF-8; rename it"):
+        Corpus(InputSpec((str(tmp_path),))).check()
+
+
 def test_equal_names_of_two_places_keep_their_ids_apart(tmp_path, write_jsonl, read):
     documents = read(write_jsonl("a/in.jsonl", ROW), write_jsonl("b/in.jsonl", ROW))
     assert len({document.row_id for document in documents}) == 2

@@ -1,0 +1,107 @@
+// Prefill attention: one chunk of one sequence and layer. Flat C functions for ctypes; tensors are checked in ops.py.
+#include "prefill.h"
+
+#include "parallel.h"
+
+namespace {
+
+constexpr int UNIT_PANELS = 8;  // rows that share the fetching, and the unpacking, of a page
+
+struct Work {
+  const Queries& queries;
+  const std::vector<Lane>& lanes;
+  float* largest;  // [KVH, num_judged] or null
+
+  struct Unit {
+    int lane, first, count;
+  };
+  std::vector<Unit> units;
+  std::vector<float> found;  // [units, num_judged]
+
+  int64_t num_judged() const { return lanes[0].num_judged; }
+
+  // Long rows first and large units first, so that threads end together.
+  void plan(int threads) {
+    int64_t left = (int64_t)queries.panels() * lanes.size();
+    for (size_t lane = 0; lane < lanes.size(); lane++)
+      for (int end = queries.panels(); end > 0;) {
+        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (4 * threads), 1, UNIT_PANELS));
+        end -= count, left -= count;
+        units.push_back({(int)lane, end, count});
+      }
+    found.resize(units.size() * num_judged());
+  }
+
+  Prefill state() const { return Prefill(queries); }
+
+  void operator()(Prefill& prefill, int64_t i) {
+    const Unit& unit = units[i];
+    prefill.run(lanes[unit.lane], unit.lane, unit.first, unit.count, found.data() + i * num_judged());
+  }
+
+  void join() {
+    std::fill(largest, largest + lanes.size() * num_judged(), HIDDEN);
+    for (size_t i = 0; i < units.size(); i++)
+      for (int64_t n = 0; n < num_judged(); n++) {
+        float& best = largest[units[i].lane * num_judged() + n];
+        best = std::max(best, found[i * num_judged() + n]);
+      }
+    for (size_t n = 0; n < lanes.size() * num_judged(); n++)
+      largest[n] = largest[n] == HIDDEN ? 0 : std::exp2(largest[n]);
+  }
+
+  void execute(int threads) {
+    plan(threads);
+    parallel(units.size(), threads, *this);
+    if (largest) join();
+  }
+};
+
+Format whole(int element_bytes, int page_tokens) {
+  return {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1, -1};
+}
+
+}  // namespace
+
+extern "C" {
+
+// One table of page ids per KV head; `past` slots of each lane are older than the chunk.
+void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_bytes, int page_tokens,
+                      const int64_t* tables, int64_t table_width, const int64_t* past, int kv_heads, const float* q,
+                      int64_t token_stride, int64_t head_stride, int tokens, int group, int dim, float scale,
+                      float* out, float* lse, int threads) {
+  const Format format = whole(element_bytes, page_tokens);
+  const int64_t page_bytes = (int64_t)page_tokens * dim * element_bytes;
+  std::vector<Lane> lanes(kv_heads);
+  for (int h = 0; h < kv_heads; h++) {
+    const int64_t length = past[h] + tokens;
+    for (int64_t start = 0; start < length; start += page_tokens) {
+      const int64_t offset = tables[h * table_width + start / page_tokens] * page_bytes;
+      const int count = std::min<int64_t>(page_tokens, length - start);
+      lanes[h].add({keys + offset, values + offset, nullptr, &format, count});
+    }
+  }
+  const Queries queries = {q, token_stride, head_stride, tokens, kv_heads * group, group, dim, scale, out, lse, 0};
+  Work{queries, lanes, nullptr, {}, {}}.execute(threads);
+}
+
+// Pages of any format, whose addresses may be null, then an arena [KVH, N, D], lanes `lane_bytes` apart.
+void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
+                       const int32_t* counts, const int64_t* first, const int64_t* length, const uint8_t* keys,
+                       const uint8_t* values, int element_bytes, int64_t lane_bytes, int arena_slots, int kv_heads,
+                       const float* q, int64_t token_stride, int64_t head_stride, int tokens, int group, int dim,
+                       float scale, float* out, float* lse, int64_t distance, float* largest, int threads) {
+  const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
+  const Format format = whole(element_bytes, arena_slots);
+  std::vector<Lane> lanes(kv_heads);
+  for (int h = 0; h < kv_heads; h++) {
+    for (int64_t i = 0; addresses && i < pages.num_pages(h); i++)
+      if (pages.count(h, i)) lanes[h].add(pages.page(h, i));
+    lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, arena_slots});
+    if (largest) lanes[h].num_judged = arena_slots;
+  }
+  const Queries queries = {q,   token_stride, head_stride, tokens, kv_heads * group, group,
+                           dim, scale,        out,         lse,    distance};
+  Work{queries, lanes, largest, {}, {}}.execute(threads);
+}
+}

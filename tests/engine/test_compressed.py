@@ -1,0 +1,131 @@
+"""The compressed cache in the engine: the full cache's tokens when it keeps everything, the same kept set in any
+company, memory that is really given back, and no byte read that was not written.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import LLM, EngineConfig, Request
+from engine.models import load_model
+from kvcache.config import KVCacheConfig, Tier
+from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.test_llm import GREEDY, as_text, prompts, run
+
+LONG = replace(GREEDY, max_new_tokens=150)  # the open pages fill and are compressed twice
+LENGTHS = (1, 63, 64, 65, 300, 700)
+LOSSY = KVCacheConfig(
+    "sparse+quant", tiers=(Tier(0.3, 4, 4), Tier(0.3, 3, 2)), chunk_size=64, recent_tokens=32
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny_model(path, "llama", max_position_embeddings=1024)
+    return load_model(path, dtype=torch.float32)
+
+
+def make_llm(model, cache: KVCacheConfig, **changes) -> LLM:
+    llm = LLM(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
+    if cache.compresses:
+        llm.cache.frames.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
+    return llm
+
+
+def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
+    return [result.token_ids for result in run(llm, requests)]
+
+
+@pytest.mark.parametrize(
+    ("cache", "shared", "changes"),
+    [
+        (KVCacheConfig("sparse"), 0, {}),
+        (KVCacheConfig("sparse", streaming=False), 0, {"max_sequences": 3}),
+        (KVCacheConfig("sparse", chunk_size=32, recent_tokens=32, delay=2, warmup_tokens=4), 130, {}),
+        (KVCacheConfig("sparse", delay=0, chunk_size=64, budget="uniform"), 64, {"step_tokens": 50}),
+    ],
+)
+def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, shared, changes):
+    prefix = prompts((shared,))[0]
+    question = prompts((9,))[0]
+    requests = [
+        Request(i, prefix + p, LONG, prefix_tokens=shared, probe_token_ids=question)
+        for i, p in enumerate(prompts(LENGTHS))
+    ]
+    full = make_llm(model, KVCacheConfig())
+    assert tokens(make_llm(model, cache, **changes), requests) == tokens(full, requests)
+
+
+def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model):
+    prefix = prompts((130,))[0]
+    requests = [Request(i, prefix + p, LONG) for i, p in enumerate(prompts(LENGTHS))]
+    together = tokens(make_llm(model, LOSSY), requests)
+    alone = [tokens(make_llm(model, LOSSY, step_tokens=48), [request])[0] for request in requests]
+    shared = [replace(request, prefix_tokens=130) for request in requests]
+    assert together == alone == tokens(make_llm(model, LOSSY, max_sequences=4), shared)
+
+
+def test_memory_is_given_back_and_reported_as_it_is(model):
+    row = prompts((900,))[0]
+    held = {}
+    for name, cache in {"full": KVCacheConfig("sparse"), "lossy": LOSSY}.items():
+        llm = make_llm(model, cache)
+        used = []
+        results = llm.generate([Request(0, row, replace(GREEDY, max_new_tokens=2))])
+        original = llm.runner.execute
+
+        def execute(plan, original=original, llm=llm, used=used):
+            out = original(plan)
+            cache = llm.scheduler.running[0].cache
+            assert llm.cache.frames.used_bytes == cache.own_bytes == cache.kept_bytes
+            used.append(cache.own_bytes)
+            return out
+
+        llm.runner.execute = execute
+        (result,) = results
+        assert result.kv_kept_bytes == used[-1]
+        held[name] = used[-1]
+        assert llm.cache.used_bytes == 0 and llm.cache.allocated_bytes > 0
+    assert held["lossy"] < 0.35 * held["full"]
+
+
+def test_many_more_rows_are_in_decode_at_once_in_the_same_bytes(model):
+    rows = [Request(i, p, replace(GREEDY, max_new_tokens=100)) for i, p in enumerate(prompts((900,) * 20))]
+    most = {}
+    for name, cache in {"none": KVCacheConfig(), "aggressive": KVCacheConfig.preset("aggressive")}.items():
+        config = EngineConfig(60_000_000, cache=cache, max_sequences=64)
+        page_bytes = LLM(model, config, as_text).budget.layout.page_bytes
+        llm = LLM(model, replace(config, pool_pages=3_000_000 // page_bytes), as_text)
+        counts = []
+        original = llm.runner.execute
+
+        def execute(plan, original=original, counts=counts):
+            counts.append(len(plan.decodes))
+            return original(plan)
+
+        llm.runner.execute = execute
+        assert len(list(llm.generate(rows))) == 20
+        most[name] = max(counts)
+    assert most["aggressive"] >= 3 * most["none"], most
+
+
+@pytest.mark.parametrize("cache", [KVCacheConfig(), KVCacheConfig("sparse", chunk_size=64)])
+def test_a_look_ahead_sees_what_would_follow_and_leaves_nothing(model, cache):
+    row = prompts((400,))[0]
+    llm = make_llm(model, cache)
+    (expected,) = run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=20))])
+    seen = []
+    original = llm.runner.execute
+
+    def execute(plan):
+        ready, logits = original(plan)
+        if ready and not seen:
+            seen.append(llm.runner.peek(ready[0], expected.token_ids[:-1]).argmax(-1).tolist())
+        return ready, logits
+
+    llm.runner.execute = execute
+    (again,) = run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=20))])
+    assert seen == [expected.token_ids[1:]]
+    assert again.token_ids == expected.token_ids

@@ -1,0 +1,125 @@
+"""Prefill attention in C++ gives what its torch twin gives, on any number of threads, and reads valid slots alone."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.kernels import torch_twin
+from kvcache.kernels.cpu import build, ops
+from tests.kvcache.page_tables import make_table, page_formats
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)) or build.library() is None, reason="no C++ compiler"
+)
+HEAD_DIMS = st.sampled_from([16, 48, 64, 80, 96, 128, 256])
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, factor: float = 1e-4) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert bool(torch.isfinite(expected).all()), "the twin read poison"
+    torch.testing.assert_close(actual, expected, rtol=factor, atol=factor * float(expected.abs().max()))
+
+
+def make_pool(past: list[int], num_new: int, page_tokens: int, dim: int, dtype: torch.dtype):
+    """Return slabs and block table of lanes of `past + num_new` tokens; all other slots are NaN."""
+    width = max(-(-(tokens + num_new) // page_tokens) for tokens in past)
+    num_pages = len(past) * width + 2
+    keys, values = torch.randn(2, num_pages, page_tokens, dim).mul_(2).to(dtype)
+    pages = torch.randperm(num_pages)[: len(past) * width].view(len(past), width)
+    held = torch.zeros(num_pages, page_tokens, dtype=torch.bool)
+    for lane, tokens in zip(pages, past, strict=True):
+        held[lane] = (torch.arange(width * page_tokens) < tokens + num_new).view(width, -1)
+    keys[~held] = values[~held] = torch.nan
+    return keys, values, pages
+
+
+def make_queries(num_new: int, num_heads: int, dim: int) -> torch.Tensor:
+    """Return queries that are part of wider rows, which are NaN elsewhere."""
+    rows = torch.full((num_new, num_heads + 2, dim + 16), torch.nan)
+    rows[:, 1:-1, :dim] = torch.randn(num_new, num_heads, dim)
+    return rows[:, 1:-1, :dim]
+
+
+@needs_compiler
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_chunk_sees_pages_as_the_twin_does(data):
+    dim, page_tokens = data.draw(HEAD_DIMS, "head dim"), data.draw(st.sampled_from([16, 48, 64, 100]), "page")
+    group, num_lanes = data.draw(st.integers(1, 16), "group"), data.draw(st.integers(1, 3), "lanes")
+    num_new = data.draw(st.integers(1, 150), "chunk")
+    past = data.draw(st.lists(st.integers(0, 200), min_size=num_lanes, max_size=num_lanes), "past")
+    torch.manual_seed(data.draw(st.integers(0, 1000), "seed"))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype")
+    slabs = make_pool(past, num_new, page_tokens, dim, dtype)
+    q = make_queries(num_new, num_lanes * group, dim)
+    arguments = (q, *slabs, torch.tensor(past))
+    expected = torch_twin.prefill_attention_pool(*arguments, scale=dim**-0.5)
+    out = torch.full(q.shape, torch.nan)
+    actual = ops.prefill_attention_pool(*arguments, scale=dim**-0.5, out=out)
+    assert actual[0] is out
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+    for num_threads in (2, 5):
+        again = ops.prefill_attention_pool(*arguments, scale=dim**-0.5, num_threads=num_threads)
+        assert torch.equal(again[0], out) and torch.equal(again[1], actual[1]), "threads changed the result"
+
+
+@needs_compiler
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_chunk_sees_packed_pages_and_arena_as_the_twin_does(data):
+    dim = data.draw(HEAD_DIMS, "head dim")
+    group, num_lanes = data.draw(st.integers(1, 16), "group"), data.draw(st.integers(1, 3), "lanes")
+    num_new, older = data.draw(st.integers(1, 150), "chunk"), data.draw(st.integers(0, 150), "older")
+    torch.manual_seed(data.draw(st.integers(0, 1000), "seed"))
+    lists = data.draw(st.lists(st.tuples(page_formats(dim), st.integers(1, 3)), max_size=3), "lists")
+    table = make_table([lists], num_lanes, data.draw(st.integers(0, 1000), "seed")) if lists else None
+    arena = torch.full((2, num_lanes, num_new + older + 3, dim), torch.nan)
+    arena = arena.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"))
+    arena[:, :, :-3] = torch.randn(2, num_lanes, num_new + older, dim).to(arena)
+    q = make_queries(num_new, num_lanes * group, dim) * 2
+    arguments = (q, table, *arena[:, :, :-3])
+    kwargs = {"scale": dim**-0.5, "distance": data.draw(st.sampled_from([0, 1, 16, 64, 400]), "distance")}
+    expected = torch_twin.prefill_attention(*arguments, **kwargs)
+    actual = ops.prefill_attention(*arguments, **kwargs)
+    for part, wanted in zip(actual, expected, strict=True):
+        assert_close(part, wanted, 2e-4)
+    for num_threads in (2, 5):
+        again = ops.prefill_attention(*arguments, **kwargs, num_threads=num_threads)
+        assert all(map(torch.equal, again, actual)), "threads changed the result"
+    without = ops.prefill_attention(*arguments, scale=dim**-0.5)
+    assert without[2] is None and torch.equal(without[0], actual[0]) and torch.equal(without[1], actual[1])
+
+
+def test_twin_is_causal_softmax_attention():
+    num_new, past, dim = 5, 9, 16
+    keys, values, pages = make_pool([past, past], num_new, 4, dim, torch.float32)
+    q = make_queries(num_new, 6, dim)
+    out, lse = torch_twin.prefill_attention_pool(q, keys, values, pages, torch.tensor([past] * 2), scale=0.3)
+    for head in range(6):
+        k, v = (slab[pages[head // 3]].flatten(0, 1) for slab in (keys, values))
+        for i in range(num_new):
+            scores = k[: past + i + 1] @ q[i, head] * 0.3
+            torch.testing.assert_close(out[i, head], scores.softmax(0) @ v[: past + i + 1])
+            torch.testing.assert_close(lse[i, head], scores.logsumexp(0))
+
+
+@needs_compiler
+def test_scores_far_apart_keep_their_order():
+    """The largest score comes last, so every page rescales, by factors that underflow."""
+    keys = torch.linspace(-300, 300, 256)[:, None].expand(256, 16).reshape(4, 64, 16).contiguous()
+    values, pages, past = torch.randn(4, 64, 16), torch.arange(4)[None], torch.tensor([226])
+    q = torch.ones(30, 1, 16)
+    arguments = (q, keys, values, pages, past)
+    for actual, expected in zip(
+        ops.prefill_attention_pool(*arguments, scale=0.25),
+        torch_twin.prefill_attention_pool(*arguments, scale=0.25),
+        strict=True,
+    ):
+        assert_close(actual, expected)
+    q[3] = torch.nan
+    out = ops.prefill_attention_pool(*arguments, scale=0.25)[0]
+    assert bool(out[3].isnan().all()) and bool(torch.isfinite(out[4:]).all())
