@@ -95,7 +95,7 @@ def attend_aside(
     layer: int, q: Tensor, k: Tensor, v: Tensor, arena: Arena | None, pages: LayerPages
 ) -> Tensor:
     """Attend tokens to the cache and to themselves without caching them; shapes as in `attend_chunk`."""
-    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     if arena:
         keys = torch.cat([arena.keys[layer, :, : arena.length], keys], 1)
         values = torch.cat([arena.values[layer, :, : arena.length], values], 1)

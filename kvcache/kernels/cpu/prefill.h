@@ -148,27 +148,33 @@ class Prefill {
     if (size <= 0) return;
     const bool whole = hidden_ + token(row) + 1 - slot >= size;
     float* scores = slot < judged_ ? scores_.data() : kept(panel, slot);
-    product<false>(keys, dim, 1, size, query(panel), dim, scores);
-    if (!whole) hide(row, slot, size, scores);
-    soften(panel, size, scores, scores_.data());
-    product<true>(values, 1, dim, dim, scores_.data(), size, out(panel));
+    alignas(64) float best[PANEL];
+    std::copy(max(panel), max(panel + 1), best);
+    product<false>(keys, dim, 1, size, query(panel), dim, scores, best);
+    if (!whole) hide(panel, slot, size, scores, best);
+    soften(panel, size, scores, best, scores_.data());
+    product<true>(values, 1, dim, dim, scores_.data(), size, out(panel), nullptr);
   }
 
-  void hide(int row, int64_t slot, int size, float* scores) {
-    for (int column = 0; column < PANEL; column++)
-      for (int64_t t = std::max<int64_t>(0, hidden_ + token(row + column) + 1 - slot); t < size; t++)
-        scores[t * PANEL + column] = HIDDEN;
+  // Takes back what a panel's rows must not see: it would also push what they see below what an exponential can tell.
+  void hide(int panel, int64_t slot, int size, float* scores, float* best) {
+    for (int column = 0; column < PANEL; column++) {
+      const int seen = hidden_ + token((first_ + panel) * PANEL + column) + 1 - slot;
+      best[column] = max(panel)[column];
+      for (int t = 0; t < size; t++) {
+        float& score = scores[t * PANEL + column];
+        if (t >= seen) score = HIDDEN;
+        best[column] = std::max(best[column], score);
+      }
+    }
   }
 
   // Turns scores into weights, and brings sum and output to the new maximum where there is one.
-  void soften(int panel, int size, const float* scores, float* weights) {
+  void soften(int panel, int size, const float* scores, const float* largest, float* weights) {
     float *max = this->max(panel), *sum = this->sum(panel);
     Wide best[TILE_VECTORS], total[TILE_VECTORS];
-    for (int j = 0; j < TILE_VECTORS; j++) best[j] = load_wide(max + j * WIDE);
-    for (int t = 0; t < size; t++)
-#pragma GCC unroll 3
-      for (int j = 0; j < TILE_VECTORS; j++) best[j] = larger_of(best[j], load_wide(scores + t * PANEL + j * WIDE));
     for (int j = 0; j < TILE_VECTORS; j++) {
+      best[j] = load_wide(largest + j * WIDE);
       const Wide before = load_wide(max + j * WIDE);
       total[j] = load_wide(sum + j * WIDE);
       if (!any(best[j] > before)) continue;

@@ -77,11 +77,13 @@ static inline Wide fast_exp2(Wide x) {
   return (Wide)((WideInt)p + ((WideInt)shifted << 23));
 }
 
-// Not inlined: the loop needs all registers, and its caller's numbers would push some of them out.
+// c[i] = sum over k < depth of a[i * row_step + k * step] * b[k]; b and c are rows of PANEL. If ADD, c[i] before is
+// added, else the product's largest number in each column raises `largest` [PANEL], while it is still in registers.
 //
-// c[i] = sum over k < depth of a[i * row_step + k * step] * b[k], plus c[i] before if ADD; b and c are rows of PANEL.
+// Not inlined: the loop needs all registers, and its caller's numbers would push some of them out.
 template <int ROWS, bool ADD>
-__attribute__((noinline)) static void product_tile(const float* a, int64_t row_step, int64_t step, const float* b, int depth, float* c) {
+__attribute__((noinline)) static void product_tile(const float* a, int64_t row_step, int64_t step, const float* b,
+                                                   int depth, float* c, float* largest) {
   Wide sums[ROWS][TILE_VECTORS];
 #pragma GCC unroll 4
   for (int i = 0; i < ROWS; i++)
@@ -98,29 +100,25 @@ __attribute__((noinline)) static void product_tile(const float* a, int64_t row_s
       for (int j = 0; j < TILE_VECTORS; j++) sums[i][j] += x * row[j];
     }
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 3
-    for (int j = 0; j < TILE_VECTORS; j++) store_wide(c + i * PANEL + j * WIDE, sums[i][j]);
-}
-
-template <int ROWS, bool ADD>
-static inline void product_rest(const float* a, int64_t row_step, int64_t step, int rows, const float* b, int depth,
-                                float* c) {
-  if constexpr (ROWS > 0) {
-    if (rows & ROWS) {
-      product_tile<ROWS, ADD>(a, row_step, step, b, depth, c);
-      a += ROWS * row_step, c += ROWS * PANEL;
+  for (int j = 0; j < TILE_VECTORS; j++) {
+    Wide best = ADD ? wide(0) : load_wide(largest + j * WIDE);
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS; i++) {
+      if (!ADD) best = larger_of(best, sums[i][j]);
+      store_wide(c + i * PANEL + j * WIDE, sums[i][j]);
     }
-    product_rest<ROWS / 2, ADD>(a, row_step, step, rows, b, depth, c);
+    if (!ADD) store_wide(largest + j * WIDE, best);
   }
 }
 
 // The same for any number of rows.
 template <bool ADD>
-static void product(const float* a, int64_t row_step, int64_t step, int rows, const float* b, int depth, float* c) {
+static void product(const float* a, int64_t row_step, int64_t step, int rows, const float* b, int depth, float* c,
+                    float* largest) {
+  const auto tile = [&](auto use, int i) { use(a + i * row_step, row_step, step, b, depth, c + i * PANEL, largest); };
   int i = 0;
-  for (; i + TILE_ROWS <= rows; i += TILE_ROWS)
-    product_tile<TILE_ROWS, ADD>(a + i * row_step, row_step, step, b, depth, c + i * PANEL);
-  product_rest<TILE_ROWS / 2, ADD>(a + i * row_step, row_step, step, rows - i, b, depth, c + i * PANEL);
+  for (; i + TILE_ROWS <= rows; i += TILE_ROWS) tile(product_tile<TILE_ROWS, ADD>, i);
+  if (rows - i >= 2) tile(product_tile<2, ADD>, i), i += 2;
+  if (rows - i) tile(product_tile<1, ADD>, i);
 }
