@@ -158,14 +158,17 @@ class Prefill {
 
   // Takes back what a panel's rows must not see: it would also push what they see below what an exponential can tell.
   void hide(int panel, int64_t slot, int size, float* scores, float* best) {
-    for (int column = 0; column < PANEL; column++) {
-      const int seen = hidden_ + token((first_ + panel) * PANEL + column) + 1 - slot;
-      best[column] = max(panel)[column];
+    for (int j = 0; j < PANEL; j += WIDE) {
+      WideInt seen;
+      for (int i = 0; i < WIDE; i++) seen[i] = hidden_ + token((first_ + panel) * PANEL + j + i) + 1 - slot;
+      Wide most = load_wide(max(panel) + j);
       for (int t = 0; t < size; t++) {
-        float& score = scores[t * PANEL + column];
-        if (t >= seen) score = HIDDEN;
-        best[column] = std::max(best[column], score);
+        float* s = scores + t * PANEL + j;
+        const Wide score = seen > t ? load_wide(s) : wide(HIDDEN);
+        most = larger_of(most, score);
+        store_wide(s, score);
       }
+      store_wide(best + j, most);
     }
   }
 
@@ -201,8 +204,8 @@ class Prefill {
       // Rows from this one on are far enough behind.
       const int64_t far = (judged_ + n + in_.distance - hidden_) * in_.group;
       Wide best = wide(HIDDEN);
-      for (int panel = std::max<int64_t>(0, far / PANEL - first_); panel < count_; panel++) {
-        const int64_t row = (int64_t)(first_ + panel) * PANEL;
+      for (int64_t panel = std::max<int64_t>(0, far / PANEL - first_); panel < count_; panel++) {
+        const int64_t row = (first_ + panel) * PANEL;
         const float *s = kept(panel, judged_ + n), *lse = sum(panel);
         if (row >= far && row + PANEL <= in_.rows()) {
           for (int j = 0; j < PANEL; j += WIDE) best = larger_of(best, load_wide(s + j) - load_wide(lse + j));
