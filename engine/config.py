@@ -22,7 +22,7 @@ class EngineConfig:
     """
 
     memory_budget_bytes: int
-    step_tokens: int = 512
+    step_tokens: int = 1024
     max_sequences: int = 64
     pool_pages: int | None = None
     cache: KVCacheConfig = field(default_factory=KVCacheConfig)

@@ -123,7 +123,7 @@ class EngineSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_budget: str | float | int = "60%"  # for keys and values: "60%", 0.6, "4GiB" or bytes
-    step_tokens: Annotated[int, Field(ge=16)] = 512  # tokens computed at once
+    step_tokens: Annotated[int, Field(ge=16)] = 1024  # tokens computed at once
     max_sequences: Count = 64  # rows running at once
     threads: Count | None = None
 

@@ -155,7 +155,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--preset", default="none", help="cache policy (default none: full precision)")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--step-tokens", type=int, default=512, help="most tokens of one step (default 512)")
+    p.add_argument("--step-tokens", type=int, default=1024, help="most tokens of one step (default 1024)")
     p.add_argument("--max-sequences", type=int, default=64, help="most rows at once (default 64)")
     p.add_argument("--memory", default="4GiB", help='for keys and values: "4GiB", "60%%" (default 4GiB)')
     p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")

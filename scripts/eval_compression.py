@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--docs", type=int, default=12, help="documents of each kind")
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--continuation", type=int, default=200)
-    parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--step-tokens", type=int, default=1024)
     parser.add_argument("--memory-gib", type=float, default=3.0)
     parser.add_argument("--no-known", action="store_true", help="skip the questions known beforehand")
     parser.add_argument("--seed", type=int, default=7)

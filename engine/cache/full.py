@@ -68,6 +68,11 @@ class FullCache:
         """See `CacheBackend.attend`."""
         decodes = [s.cache for s in plan.decodes]
         chunks = [(c.sequence.cache, c.num_tokens) for c in plan.chunks]
+        # In the last layer only a prompt's last token is asked for its attention: the others end there.
+        last_layer = self.pool.layout.num_layers - 1
+        ends = [
+            c.sequence.num_computed_tokens + c.num_tokens == c.sequence.num_prompt_tokens for c in plan.chunks
+        ]
         caches = decodes + [cache for cache, _ in chunks]
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
 
@@ -77,9 +82,10 @@ class FullCache:
             start = len(decodes)
             if decodes:
                 out[:start] = self.backend.decode(layer, q[:start], decodes)[0]
-            for cache, count in chunks:
+            for (cache, count), prompt_ends in zip(chunks, ends, strict=True):
                 span = slice(start, start + count)
-                out[span] = self.backend.prefill(layer, q[span], k[span], v[span], cache)[0]
+                if layer < last_layer or prompt_ends:
+                    out[span] = self.backend.prefill(layer, q[span], k[span], v[span], cache)[0]
                 start += count
             return out
 

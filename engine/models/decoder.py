@@ -39,8 +39,12 @@ class Decoder:
         token_ids: Tensor,  # [T] int64
         positions: Tensor,  # [T] int64, each below config.max_context
         attend: Attend,
-    ) -> Tensor:  # [T, hidden], after the final norm
+        rows: Tensor | None = None,  # [N] int64, the tokens whose hidden states are wanted; None: all
+    ) -> Tensor:  # [N, hidden], after the final norm
         """Run all layers over the tokens of one step.
+
+        The last layer goes on with the wanted rows alone: of a prompt's chunk nothing is needed there but keys
+        and values, which saves nearly a layer of a prompt's work.
 
         Args:
             attend: Called once a layer, in order. Its q, k and v are views of the workspace, overwritten by
@@ -55,6 +59,8 @@ class Decoder:
             normed = F.rms_norm(hidden, (config.hidden_size,), layer.attention_norm, eps)
             q, k, v = self._qkv(normed, layer, cos, sin)
             attended = attend(index, q, k, v).reshape(num_tokens, -1)
+            if rows is not None and index == config.num_layers - 1:
+                hidden, attended = hidden[rows], attended[rows]
             _add_projected(hidden, attended, layer.output)
             normed = F.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, eps)
             gate, up = self._project("gate_up", normed, layer.gate_up).chunk(2, dim=-1)
