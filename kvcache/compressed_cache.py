@@ -77,12 +77,6 @@ class CompressedCache:
         return [(part.format, part.addresses, part.counts) for part in self.lists]
 
     @property
-    def kept_tokens(self) -> Tensor:
-        """Tokens that each lane holds, arena included, int64 `[lanes]`."""
-        held = sum(part.lengths for part in self.lists)
-        return held + (self.arena.length if self.arena else 0)
-
-    @property
     def own_bytes(self) -> int:
         """Bytes of the frames this sequence holds alone."""
         return self.store.num_frames * self.store.pool.frame_bytes
@@ -141,7 +135,7 @@ class CompressedCache:
         return PageList(self.store, page_format, self.layout.num_lanes, self._whole_dtype)
 
     def _grown_scores(self, width: int = 0) -> Tensor:
-        width = max(width, int(self.recent.lengths.max()), 64)
+        width = max(width, int(self.recent.lengths.max()), TIER_PAGE_TOKENS)
         missing = width - self.recent_scores.shape[1]
         if missing <= 0:
             return self.recent_scores
