@@ -101,9 +101,8 @@ class LLM:
                 if problem:
                     yield self._failure(request, problem)
                     continue
-                shared = request.prefix_tokens
-                total = len(request.prompt_token_ids) + request.sampling.max_new_tokens
-                self.scheduler.add(Sequence(request, self.budget.layout.sequence_pages(total, shared)))
+                pages = self.budget.layout.sequence_pages(request.max_tokens, request.prefix_tokens)
+                self.scheduler.add(Sequence(request, pages))
             if not self._admit():
                 return
 
@@ -120,8 +119,7 @@ class LLM:
             return False
         sequence.admitted_s = time.perf_counter()
         prefix = self.prefixes.get(tokens) if tokens else None
-        total = sequence.num_prompt_tokens + sequence.request.sampling.max_new_tokens
-        sequence.cache = self.cache.open(sequence.num_pages, total, prefix)
+        sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
         if prefix:
             sequence.reuse(len(tokens))
@@ -132,7 +130,7 @@ class LLM:
         prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
         if not 0 <= request.prefix_tokens < prompt:
             return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
-        if prompt + new > self.model.config.max_context:
+        if request.max_tokens > self.model.config.max_context:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of "
                 f"{self.model.config.max_context:,}"
@@ -142,7 +140,9 @@ class LLM:
         if unknown is not None:
             return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
         layout, shared = self.budget.layout, request.prefix_tokens
-        pages = layout.sequence_pages(prompt + new, shared) + (layout.sequence_pages(shared) if shared else 0)
+        pages = layout.sequence_pages(request.max_tokens, shared) + (
+            layout.sequence_pages(shared) if shared else 0
+        )
         if pages > self.cache.num_blocks:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "

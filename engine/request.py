@@ -71,6 +71,11 @@ class Request:
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Result:

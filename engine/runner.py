@@ -35,25 +35,20 @@ class Runner:
                 tokens += self.cache.probe_tokens(sequence, count)
             positions += range(sequence.position, sequence.position + len(tokens) - len(positions))
         device = self.model.device
-        # Those that choose a token after this step: all decodes, and chunks that end their prompts.
-        rows = [
-            row
-            for span, row in zip(spans, last_rows, strict=True)
-            if span.sequence.num_computed_tokens + span.num_tokens >= span.sequence.num_prompt_tokens
-        ]
+        # Asked before anything is counted: those that choose a token after this step, all decodes among them.
+        ends = [span.reaches_end for span in spans]
+        rows = [row for row, end in zip(last_rows, ends, strict=True) if end]
         hidden = self.model.forward(
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
             self.cache.attend(plan),
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
-        ready = []
-        for span in spans:
+        for span, end in zip(spans, ends, strict=True):
             sequence, was_prefill = span.sequence, span.sequence.in_prefill
             sequence.advance(span.num_tokens)
-            self.cache.advance(sequence, span.num_tokens, prompt_ends=was_prefill and not sequence.in_prefill)
-            if not sequence.in_prefill:
-                ready.append(sequence)
+            self.cache.advance(sequence, span.num_tokens, prompt_ends=was_prefill and end)
+        ready = [span.sequence for span, end in zip(spans, ends, strict=True) if end]
         return ready, self.model.logits(hidden)
 
     @torch.inference_mode()

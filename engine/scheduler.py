@@ -20,6 +20,11 @@ class Chunk:
     sequence: Sequence
     num_tokens: int
 
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the prompt ends with this chunk, so that a token is chosen after it."""
+        return self.sequence.num_computed_tokens + self.num_tokens >= self.sequence.num_prompt_tokens
+
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -14,7 +14,7 @@ from kvcache.sequence_cache import SequenceCache
 
 
 class CPUAttention:
-    """Attend with torch's fused CPU kernel (prefill) and batched matrix products (decode)."""
+    """Attend with the compiled kernels, or with torch alone: `attend_apart` (prefill) and `_decode`."""
 
     def prefill(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache

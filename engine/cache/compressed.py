@@ -138,6 +138,8 @@ class CompressedBackend:
         key_slots, value_slots = (torch.stack(x, 1) for x in zip(*slots, strict=True))  # [lanes, B, D / 16]
         table = PageTable.of(self.frames.slab, [cache.page_lists for cache in caches])
         write = caches[0].recent.write_pieces
+        # The open pages' tokens are the last of each lane; all layers see the same number of them.
+        windows = [torch.arange(-int(cache.recent.lengths[0]), 0) for cache in caches]
 
         def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lanes = self._lanes(layer)
@@ -153,9 +155,8 @@ class CompressedBackend:
             )
             if largest is not None:
                 ends = pages.tokens.view(-1).cumsum(0).view(len(caches), -1)
-                for cache, end in zip(caches, ends, strict=True):
-                    open_tokens = int(cache.recent.lengths[0])  # the last of each lane's tokens
-                    cache.note_attention(layer, largest[end[:, None] + torch.arange(-open_tokens, 0)])
+                for cache, end, window in zip(caches, ends, windows, strict=True):
+                    cache.note_attention(layer, largest[end[:, None] + window])
             return out
 
         return decode

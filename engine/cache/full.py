@@ -70,9 +70,7 @@ class FullCache:
         chunks = [(c.sequence.cache, c.num_tokens) for c in plan.chunks]
         # In the last layer only a prompt's last token is asked for its attention: the others end there.
         last_layer = self.pool.layout.num_layers - 1
-        ends = [
-            c.sequence.num_computed_tokens + c.num_tokens == c.sequence.num_prompt_tokens for c in plan.chunks
-        ]
+        ends = [chunk.reaches_end for chunk in plan.chunks]
         caches = decodes + [cache for cache, _ in chunks]
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
 

@@ -15,7 +15,7 @@ def compiled_kernels(head_dim: int) -> ModuleType | None:
 
 
 def cpu_kernels(head_dim: int) -> ModuleType:
-    """Return a module with `dequantise`, `decode_attention` and `decode_attention_pool`, compiled or in torch."""
+    """Return the compiled kernels where they are, else `torch_twin`, which has the same functions."""
     from kvcache.kernels import torch_twin
 
     return compiled_kernels(head_dim) or torch_twin
