@@ -8,6 +8,7 @@ from engine.budget import divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
+from engine.monitoring import Monitor
 from engine.prefixes import PrefixCache
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
@@ -27,6 +28,9 @@ class LLM:
         config: memory and step sizes.
         decode: token ids → text, special tokens left out (`engine.detokenizer.Detokenizer`).
 
+    Attributes:
+        monitor: what the pool held and the lanes kept since the engine was made.
+
     Raises:
         BudgetError: The byte budget does not hold a step and a sequence.
     """
@@ -41,8 +45,9 @@ class LLM:
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
+        self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
         self._totals = dict.fromkeys(
-            ("num_rows", "num_steps", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
+            ("num_rows", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
         )
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Result]:
@@ -69,8 +74,11 @@ class LLM:
         """Return the totals since the engine was made."""
         return EngineStats(
             **self._totals,
+            num_steps=self.monitor.num_steps,
+            kv_pool_bytes=self.monitor.pool_bytes,
             kv_allocated_bytes=self.cache.allocated_bytes,
             kv_used_bytes=self.cache.used_bytes,
+            kv_mean_bytes=self.monitor.mean_used_bytes,
             kv_peak_bytes=self.cache.peak_bytes,
         )
 
@@ -152,8 +160,9 @@ class LLM:
 
     def _step(self, plan) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""
+        started_s = time.perf_counter()
         ready, logits = self.runner.execute(plan)
-        self._totals["num_steps"] += 1
+        self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
@@ -175,6 +184,7 @@ class LLM:
         layout = self.budget.layout
         generated = sequence.generated
         text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
+        self.monitor.note_row(sequence.cache.lane_usage)
         self._totals["num_rows"] += 1
         self._totals["prompt_tokens"] += sequence.num_prompt_tokens
         self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens

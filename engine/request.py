@@ -106,7 +106,11 @@ class Result:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again."""
+    """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again.
+
+    `kv_allocated_bytes` is all that was allocated, arenas included, `kv_pool_bytes` the pages of it; the others are
+    bytes of these pages in use: now, on average over the time of the steps, and at most.
+    """
 
     num_rows: int
     num_steps: int
@@ -114,5 +118,7 @@ class EngineStats:
     cached_prompt_tokens: int
     completion_tokens: int
     kv_allocated_bytes: int
+    kv_pool_bytes: int
     kv_used_bytes: int
+    kv_mean_bytes: float
     kv_peak_bytes: int

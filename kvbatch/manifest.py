@@ -60,6 +60,16 @@ class RunDirectory:
         return self.path / "shards"
 
     @property
+    def steps(self) -> Path:
+        """What the pool held, step by step; written at the end of a run of the engine."""
+        return self.path / "stats" / "steps.parquet"
+
+    @property
+    def kv_lanes(self) -> Path:
+        """What every layer and head kept; written with the steps if the cache is compressed."""
+        return self.path / "stats" / "kv_lanes.parquet"
+
+    @property
     def log(self) -> Path:
         """Events, one JSON object a line."""
         return self.path / "logs" / "run.jsonl"

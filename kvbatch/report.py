@@ -10,8 +10,16 @@ from kvbatch.progress import format_bytes
 if TYPE_CHECKING:
     import polars as pl
 
-_TOKENS = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "dropped_tokens")
-_READ = ("status", "finish_reason", "error_code", "attempts", "truncation_side", *_TOKENS)
+_SUMS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_prompt_tokens",
+    "dropped_tokens",
+    "kv_full_bytes",
+    "kv_kept_bytes",
+)
+_READ = ("status", "finish_reason", "error_code", "attempts", "truncation_side", *_SUMS)
+_LAYERS_A_LINE = 4
 
 
 def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
@@ -20,9 +28,11 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     Args:
         measures: empty for a run that did not end.
     """
-    figures = _figures(run.shards)
+    figures = _figures(run.shards) | _lane_figures(run.kv_lanes)
     manifest = run.read_manifest()
     seconds = measures.get("running_s")
+    full_bytes = figures["kv_full_bytes"]
+    figures["kv_kept_ratio"] = figures["kv_kept_bytes"] / full_bytes if full_bytes else None
     done = figures["prompt_tokens"] + figures["completion_tokens"]
     speed = {
         "tokens_per_s": done / seconds if seconds else None,
@@ -54,7 +64,7 @@ def load_summary(path: Path) -> dict[str, Any]:
 
 def _figures(shards: Path) -> dict[str, Any]:
     """Count rows and tokens over the shards, one at a time."""
-    counts = Counter(dict.fromkeys(("rows", "ok", "errors", "rejected", "truncated", *_TOKENS), 0))
+    counts = Counter(dict.fromkeys(("rows", "ok", "errors", "rejected", "truncated", *_SUMS), 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
     for file in sorted(shards.glob("part-*.parquet")):
@@ -64,10 +74,30 @@ def _figures(shards: Path) -> dict[str, Any]:
         counts["rows"] += len(rows)
         counts["truncated"] += ran["truncation_side"].count()
         counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
-        counts.update({name: ran[name].sum() for name in _TOKENS})
+        counts.update({name: ran[name].sum() for name in _SUMS})
         reasons += _counts(ran, "finish_reason")
         codes += _counts(rows, "error_code")
     return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
+
+
+def _lane_figures(file: Path) -> dict[str, Any]:
+    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where there is no file."""
+    import polars as pl
+
+    if not file.exists():
+        return {"kv_kept_tokens_ratio": None, "kv_bits_per_element": None, "kv_layers": []}
+    lanes = pl.read_parquet(file)
+    kept = lanes["tokens_kept"].sum()
+    parts = [
+        getattr(pl.col(name), part)().alias(f"{name}_{part}")
+        for name in ("kept_ratio", "bits_per_element")
+        for part in ("min", "median", "max")
+    ]
+    return {
+        "kv_kept_tokens_ratio": kept / lanes["tokens_seen"].sum(),
+        "kv_bits_per_element": (lanes["bits_per_element"] * lanes["tokens_kept"]).sum() / kept,
+        "kv_layers": lanes.group_by("layer", maintain_order=True).agg(parts).to_dicts(),
+    }
 
 
 def _read(file: Path) -> "pl.DataFrame":
@@ -120,6 +150,14 @@ def render(summary: dict[str, Any]) -> str:
                 f"budget {format_bytes(s['memory_budget_bytes'])}",
             )
         )
+        if s.get("kv_pool_bytes"):
+            peak, mean = (
+                s[name] / s["kv_pool_bytes"] for name in ("kv_peak_bytes_measured", "kv_mean_bytes")
+            )
+            lines.append(
+                ("KV pool", f"peak {peak:.1%}, mean {mean:.1%} of {format_bytes(s['kv_pool_bytes'])}")
+            )
+        lines += _kept_lines(s)
         if s["packing_efficiency"] is not None:
             bins = f"{s['num_bins']:,} bin{'s' if s['num_bins'] != 1 else ''}"
             lines.append(("packing", f"{s['packing_efficiency']:.1%} of the pool over {bins}"))
@@ -130,6 +168,30 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(("failed by", _listed(s["error_codes"])))
     lines.append(("output", f"{s['output']}/part-*.parquet"))
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say what a compressed cache kept, and by layer what tells the layers apart: tokens, or bits if none went."""
+    if not s["kv_layers"]:
+        return []
+    if s["kv_kept_tokens_ratio"] < 1:
+        name, scale, digits, unit = "kept_ratio", 100, 0, "% of the tokens"
+    else:
+        name, scale, digits, unit = "bits_per_element", 1, 1, "bits an element"
+    cells = [
+        f"{layer['layer']:>3}:"
+        + "".join(f"{layer[f'{name}_{part}'] * scale:5.{digits}f}" for part in ("min", "median", "max"))
+        for layer in s["kv_layers"]
+    ]
+    return [
+        (
+            "KV kept",
+            f"{s['kv_kept_tokens_ratio']:.1%} of the tokens at {s['kv_bits_per_element']:.2f} bits an element, "
+            f"{s['kv_kept_ratio']:.1%} of the bytes",
+        ),
+        ("by layer", f"least, median and most of its heads, {unit}"),
+        *(("", "  ".join(cells[i : i + _LAYERS_A_LINE])) for i in range(0, len(cells), _LAYERS_A_LINE)),
+    ]
 
 
 def _listed(counts: dict[str, int]) -> str:

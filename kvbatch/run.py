@@ -148,6 +148,7 @@ class JobRunner:
         """Plan, load and run the job into a run directory; raises as `run_job`."""
         from kvbatch import report
         from kvbatch.shard_loop import ShardLoop
+        from kvbatch.stats import write_stats
 
         plan = self._plan(run)
         log.event(
@@ -166,6 +167,8 @@ class JobRunner:
         self.progress.start("running", plan.num_rows)
         ShardLoop(self, run, log, llm).run(plan)
         self.progress.end()
+        if llm:
+            write_stats(llm.monitor, run)
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds)
         summary = report.summarise(run, measures)
@@ -210,6 +213,8 @@ class JobRunner:
             "running_s": seconds["running"],
             "kv_peak_bytes_predicted": plan.predicted_kv_peak_bytes,
             "kv_peak_bytes_measured": stats.kv_peak_bytes if stats else 0,
+            "kv_mean_bytes": stats.kv_mean_bytes if stats else 0,
+            "kv_pool_bytes": stats.kv_pool_bytes if stats else 0,
             "kv_allocated_bytes": stats.kv_allocated_bytes if stats else 0,
             "memory_budget_bytes": self.engine_config.memory_budget_bytes,
             "packing_efficiency": plan.packing_efficiency,

@@ -16,6 +16,7 @@ from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
 from kvcache.compressors.budget import assign_tiers
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
+from kvcache.monitoring import LaneUsage
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
 from kvcache.quant import quantise_pages
@@ -85,6 +86,18 @@ class CompressedCache:
     def kept_bytes(self) -> int:
         """Bytes of all frames held, shared ones included."""
         return sum(len(frames) for frames in self.store.frames) * self.store.pool.frame_bytes
+
+    @property
+    def lane_usage(self) -> LaneUsage:
+        """What the lanes keep, asked of their lists; tokens still in the arena are in none."""
+        kinds = [[self.sinks, *self.pending, self.recent], *([tier] for tier in self.tiers)]
+        shape = (len(kinds), self.layout.num_layers, self.layout.num_kv_heads)
+        return LaneUsage(
+            formats=(self.layout.whole, *self.layout.tiers),
+            tokens_seen=self.num_tokens,
+            tokens=torch.stack([sum(part.lengths for part in parts) for parts in kinds]).view(shape),
+            pages=torch.stack([sum(part.num_pages for part in parts) for parts in kinds]).view(shape),
+        )
 
     @property
     def open_chunk_tokens(self) -> int:

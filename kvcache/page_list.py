@@ -36,6 +36,11 @@ class PageList:
         starts = torch.arange(self.addresses.shape[1]) * size
         return (self.lengths[:, None] - starts).clamp_(0, size)
 
+    @property
+    def num_pages(self) -> Tensor:
+        """Pages of each lane, int64 `[lanes]`."""
+        return (self.addresses >= 0).sum(1)
+
     def append_rows(
         self,
         lanes: Tensor,  # [N] ascending
@@ -144,7 +149,7 @@ class PageList:
     def _grow(self, lengths: Tensor) -> None:
         """Add pages until each lane holds `lengths[lane]` tokens."""
         needed = -(-lengths // self.format.page_tokens)
-        held = (self.addresses >= 0).sum(1)
+        held = self.num_pages
         width = int(needed.max()) if len(needed) else 0
         if width > self.addresses.shape[1]:
             pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)

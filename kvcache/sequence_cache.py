@@ -60,6 +60,11 @@ class SequenceCache:
         return int(self.lengths.sum()) * self.pool.layout.page_bytes // self.pool.layout.page_tokens
 
     @property
+    def lane_usage(self) -> None:
+        """Nothing to tell lanes apart by: each keeps every token, as it is."""
+        return None
+
+    @property
     def open_chunk_tokens(self) -> int:
         """The most prompt tokens of one step: as many as there is room for."""
         return self.capacity_tokens

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
+from kvcache.monitoring import LaneUsage
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -18,6 +19,7 @@ class SequenceHandle(Protocol):
     num_tokens: int  # cached, kept or not
     own_bytes: int  # held by this sequence alone
     kept_bytes: int  # what its tokens take, shared pages included
+    lane_usage: LaneUsage | None  # what its lanes keep; None where every lane keeps every token
     open_chunk_tokens: int  # the most prompt tokens it takes in one step
 
     def free(self) -> None:
@@ -37,6 +39,7 @@ class CacheBackend(Protocol):
     allocated_bytes: int
     used_bytes: int
     peak_bytes: int
+    num_arenas: int  # in use
 
     def can_open(self, num_blocks: int) -> bool:
         """Tell whether a sequence that needs `num_blocks` can be opened now."""

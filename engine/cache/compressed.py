@@ -81,6 +81,10 @@ class CompressedBackend:
     def peak_bytes(self) -> int:
         return self.frames.peak_bytes
 
+    @property
+    def num_arenas(self) -> int:
+        return self.arenas.num_used
+
     def can_open(self, num_blocks: int) -> bool:
         """See `CacheBackend.can_open`."""
         return num_blocks <= self.frames.num_available and self.arenas.num_free > 0

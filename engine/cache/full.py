@@ -52,6 +52,10 @@ class FullCache:
     def peak_bytes(self) -> int:
         return self.pool.peak_bytes
 
+    @property
+    def num_arenas(self) -> int:
+        return 0
+
     def can_open(self, num_blocks: int) -> bool:
         """See `CacheBackend.can_open`."""
         return num_blocks <= self.pool.num_free

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pyarrow as pa
@@ -26,6 +27,7 @@ from kvbatch.report import load_summary, render
 from kvbatch.run import run_job
 from kvbatch.runlog import RunLog
 from kvbatch.shard import row_seed
+from tests.engine.models.tiny_models import save_tiny_model
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
 
@@ -35,6 +37,7 @@ class Backwards:
 
     def __init__(self, fail=()):
         self.requests, self.fail = [], fail
+        self.monitor = SimpleNamespace(samples=[], lanes=None)
 
     def generate(self, requests):
         held = []
@@ -68,7 +71,7 @@ class Backwards:
             )
 
     def stats(self):
-        return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1)
+        return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1, 1, 1)
 
 
 def output(run) -> pl.DataFrame:
@@ -263,3 +266,51 @@ def test_an_internal_error_names_its_log_and_tells_it_no_text(job_file):
     log = Path("runs/test/latest/logs/run.jsonl").read_text()
     assert '"kind": "ValueError"' in log and "secret" not in log
     assert load_summary(Path("runs/test"))["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("preset", ["none", "logs", "default"])
+def test_statistics_of_the_cache(job_file, tmp_path, tiny_model, preset):
+    save_tiny_model(tmp_path / "model", "llama", vocab_size=320, max_position_embeddings=512)
+    for file in tiny_model.glob("*token*.j*"):
+        shutil.copy(file, tmp_path / "model")
+    records = [{"id": n, "text": f"{n} fox " * (60 + 5 * n)} for n in range(5)]
+    found = run(job_file(records, model={"path": "model"}, cache={"preset": preset})).run
+    rows, summary = output(found), load_summary(found.path)
+    steps = pl.read_parquet(found.path / "stats" / "steps.parquet")
+    assert steps["kv_used_bytes"].max() == summary["kv_peak_bytes_measured"]
+    assert (steps["kv_reserved_bytes"] >= steps["kv_used_bytes"]).all()
+    assert (
+        steps["num_tokens"].sum()
+        == (
+            rows["kvb_prompt_tokens"] - rows["kvb_cached_prompt_tokens"] + rows["kvb_completion_tokens"] - 1
+        ).sum()
+    )
+    text = render(summary)
+    assert f"of {summary['kv_pool_bytes'] / 1024:,.1f} KiB" in text
+    full, kept = rows["kvb_kv_full_bytes"].sum(), rows["kvb_kv_kept_bytes"].sum()
+    assert summary["kv_kept_ratio"] == kept / full
+    lanes_file = found.path / "stats" / "kv_lanes.parquet"
+    if preset == "none":
+        assert not lanes_file.exists() and summary["kv_layers"] == [] and kept == full
+        assert "KV kept" not in text
+        return
+    lanes = pl.read_parquet(lanes_file)
+    assert list(zip(lanes["layer"], lanes["head"], strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    seen = (rows["kvb_prompt_tokens"] + rows["kvb_completion_tokens"] - 1).sum()
+    assert lanes["tokens_seen"].to_list() == [seen] * 4
+    tiers = lanes.explode("tiers").unnest("tiers")
+    in_tiers = tiers.group_by("layer", "head", maintain_order=True).agg(pl.col("tokens").sum())["tokens"]
+    assert (lanes["whole_tokens"] + in_tiers == lanes["tokens_kept"]).all()
+    assert lanes["kv_bytes"].sum() <= kept
+    assert summary["kv_kept_tokens_ratio"] == lanes["tokens_kept"].sum() / (4 * seen)
+    assert [layer["kept_ratio_min"] for layer in summary["kv_layers"]] == [
+        lanes["kept_ratio"][:2].min(),
+        lanes["kept_ratio"][2:].min(),
+    ]
+    if preset == "logs":
+        assert summary["kv_kept_tokens_ratio"] < 1 and "of its heads, % of the tokens" in text
+        assert set(zip(tiers["key_bits"], tiers["value_bits"], strict=True)) == {(4, 4)}
+    else:
+        assert summary["kv_kept_tokens_ratio"] == 1 and "of its heads, bits an element" in text
+        assert list(zip(tiers["key_bits"], tiers["value_bits"], strict=True))[:2] == [(4, 4), (3, 2)]
+        assert 0 < summary["kv_bits_per_element"] < 16
