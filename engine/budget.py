@@ -74,18 +74,30 @@ def divide_budget(model: ModelConfig, config: EngineConfig, element_bytes: int) 
     max_sequences = max(
         1, min(config.max_sequences, step_tokens // 4 * 3, limit // (4 * model.vocab_size) or 1)
     )
-    workspace_bytes = step_tokens * token_bytes + max_sequences * 4 * model.vocab_size
+    workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
+    workspace_bytes = workspace_tokens * token_bytes + max_sequences * 4 * model.vocab_size
     arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens)
     pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - arena_bytes)
     if pages < layout.sequence_pages(1):
         raise BudgetError(
             f"a memory budget of {config.memory_budget_bytes:,} bytes leaves no room for a sequence: a step of "
-            f"{step_tokens} tokens takes {workspace_bytes:,} bytes, arenas {arena_bytes:,} and the shortest sequence "
-            f"{layout.sequence_bytes(1):,}; give engine.memory_budget more"
+            f"{workspace_tokens} tokens takes {workspace_bytes:,} bytes, arenas {arena_bytes:,} and the shortest "
+            f"sequence {layout.sequence_bytes(1):,}; give engine.memory_budget more"
         )
     if config.pool_pages is not None:
         pages = min(pages, config.pool_pages)
     return Budget(layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas)
+
+
+def _reconstruction_tokens(config: EngineConfig) -> int:
+    """Return the tokens of a pass in which a chunk is repeated for its scores; it cannot be made shorter."""
+    if not config.cache.judges:
+        return 0
+    from kvcache.compressors.registry import get_scorer
+
+    if not get_scorer(config.cache.scorer).reconstructs:
+        return 0
+    return config.cache.chunk_size + len(config.repeat_token_ids)
 
 
 def _arenas(

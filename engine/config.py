@@ -15,6 +15,7 @@ class EngineConfig:
         max_sequences: the most sequences that hold pages at once.
         pool_pages: size of the page pool when the caller knows the peak; never more than the budget holds.
         cache: the cache policy.
+        repeat_token_ids: what asks the model to repeat the text before it, for scorers that have it reconstructed.
         attention: name of the attention backend, or None for the device's own.
 
     Raises:
@@ -26,6 +27,7 @@ class EngineConfig:
     max_sequences: int = 64
     pool_pages: int | None = None
     cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    repeat_token_ids: tuple[int, ...] = ()
     attention: str | None = None
 
     def __post_init__(self) -> None:

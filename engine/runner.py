@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.cache.base import CacheBackend
+from engine.cache.base import Attend, CacheBackend
 from engine.models.decoder import Decoder
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Sequence
@@ -47,16 +47,23 @@ class Runner:
         for span, end in zip(spans, ends, strict=True):
             sequence, was_prefill = span.sequence, span.sequence.in_prefill
             sequence.advance(span.num_tokens)
-            self.cache.advance(sequence, span.num_tokens, prompt_ends=was_prefill and end)
+            self.cache.advance(sequence, span.num_tokens, self._look_ahead, prompt_ends=was_prefill and end)
         ready = [span.sequence for span, end in zip(spans, ends, strict=True) if end]
         return ready, self.model.logits(hidden)
 
     @torch.inference_mode()
     def peek(self, sequence: Sequence, token_ids: list[int]) -> Tensor:
         """Return the logits `[len(token_ids), V]` after each token, were they to follow; nothing is cached."""
-        device = self.model.device
-        positions = torch.arange(sequence.position, sequence.position + len(token_ids), device=device)
-        hidden = self.model.forward(
-            torch.tensor(token_ids, device=device), positions, self.cache.attend_aside(sequence.cache)
+        return self.model.logits(
+            self._run(token_ids, sequence.position, self.cache.attend_aside(sequence.cache))
         )
-        return self.model.logits(hidden)
+
+    def _look_ahead(self, token_ids: list[int], position: int, attend: Attend) -> None:
+        """Run tokens whose attention alone is wanted."""
+        self._run(token_ids, position, attend, torch.empty(0, dtype=torch.int64, device=self.model.device))
+
+    def _run(self, token_ids: list[int], position: int, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Return the hidden states of consecutive tokens."""
+        device = self.model.device
+        positions = torch.arange(position, position + len(token_ids), device=device)
+        return self.model.forward(torch.tensor(token_ids, device=device), positions, attend, rows)

@@ -19,6 +19,8 @@ Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prom
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
+REPEAT = "\n\nRepeat the previous text exactly:\n"
+
 _MARK = re.compile("\ue000kvb([0-9]+)\ue000")
 
 
@@ -104,6 +106,11 @@ class PromptBuilder:
         """
         tail = self._rest[-1] if self._rest and isinstance(self._rest[-1], list) else []
         return (self._question_before + tail)[-MAX_PROBE_TOKENS:]
+
+    @property
+    def repeat_ids(self) -> list[int]:
+        """What asks the model to repeat the text before it."""
+        return self._tokens.markup(REPEAT)
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one document; see `build_batch`."""

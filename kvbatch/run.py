@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvbatch.corpus import Corpus, InputSpec
     from kvbatch.model import ModelHandle
     from kvbatch.plan import PlanSummary
+    from kvbatch.prompt import PromptBuilder
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class JobRunner:
                 f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
                 f"{context:,} leaves no room for a document: shorten one of them"
             )
-        self.engine_config, self.budget = _divide_budget(job, self.model)
+        self.engine_config, self.budget = _divide_budget(job, self.model, self.builder)
         self.manifest = describe_run(job, corpus.files) | {
             "model": {
                 "path": job.model.path,
@@ -225,7 +226,7 @@ class JobRunner:
         }
 
 
-def _divide_budget(job: Job, model: "ModelHandle") -> tuple["EngineConfig", Any]:
+def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> tuple["EngineConfig", Any]:
     from engine import EngineConfig
     from engine.budget import divide_budget
     from engine.errors import BudgetError
@@ -239,6 +240,7 @@ def _divide_budget(job: Job, model: "ModelHandle") -> tuple["EngineConfig", Any]
             step_tokens=job.engine.step_tokens,
             max_sequences=job.engine.max_sequences,
             cache=job.cache.policy,
+            repeat_token_ids=tuple(builder.repeat_ids),
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize)
     except BudgetError as error:

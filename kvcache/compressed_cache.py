@@ -107,14 +107,24 @@ class CompressedCache:
         size = self.layout.config.chunk_size
         return size - self.num_tokens % size
 
-    def extend(self, num_tokens: int, *, prompt_ends: bool) -> None:
-        """Count prompt tokens that all layers have written to the arena, and compress what is old enough."""
-        config = self.layout.config
+    def extend(self, num_tokens: int) -> None:
+        """Count prompt tokens that all layers have written to the arena."""
         self.arena.extend(num_tokens)
         self.num_tokens += num_tokens
-        if config.streaming:
-            while self.arena.length >= (config.delay + 1) * config.chunk_size:
-                self._compress_arena(config.chunk_size)
+
+    def num_due(self, *, prompt_ends: bool) -> int:
+        """Return how many of the arena's oldest tokens have seen what follows them: these need their scores now."""
+        if prompt_ends:
+            return self.arena.length
+        config = self.layout.config
+        is_full = config.streaming and self.arena.length >= (config.delay + 1) * config.chunk_size
+        return config.chunk_size if is_full else 0
+
+    def compress(self, *, prompt_ends: bool) -> None:
+        """Move the chunk that is old enough to pages, and at the prompt's end everything else."""
+        due = self.num_due(prompt_ends=False)
+        if due:
+            self._compress_arena(due)
         if prompt_ends:
             self._leave_arena()
 

@@ -85,6 +85,11 @@ class KVCacheConfig:
         """Whether any tier has fewer bits than the model."""
         return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)
 
+    @property
+    def judges(self) -> bool:
+        """Whether some tokens fare better than others, so that they need scores."""
+        return len(self.resolved_tiers) > 1 or self.resolved_tiers[0].ratio < 1
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "KVCacheConfig":
         """Return the policy of a named preset, with keys changed.

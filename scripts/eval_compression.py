@@ -26,6 +26,7 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from engine.sequence import Sequence
+from kvbatch.prompt import REPEAT
 from kvcache.config import KVCacheConfig
 
 NUM_CODES = 4
@@ -104,9 +105,13 @@ class Reader:
 
     def __init__(self, model, tokenizer, config: KVCacheConfig, args: argparse.Namespace):
         budget = int(args.memory_gib * (1 << 30))
-        self.llm = LLM(
-            model, EngineConfig(budget, step_tokens=args.step_tokens, cache=config), Detokenizer(tokenizer)
+        engine = EngineConfig(
+            budget,
+            step_tokens=args.step_tokens,
+            cache=config,
+            repeat_token_ids=tuple(tokenizer.encode(REPEAT, add_special_tokens=False)),
         )
+        self.llm = LLM(model, engine, Detokenizer(tokenizer))
 
     def read(self, case: Case, probe: list[int] | None = None) -> Sequence:
         """Prefill a context and stop where its first token would be chosen."""

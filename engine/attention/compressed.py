@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.cpu import flash
@@ -75,13 +76,7 @@ def attend_chunk(
     total = arena.length + count
     keys, values = arena.keys[layer, :, :total], arena.values[layer, :, :total]
     scores = arena.scores[layer, :, :total]
-    if scorer is None or scorer.distance is not None:
-        out, largest = pages.attend(q[:count], keys, values, scorer.distance if scorer else None)
-        if largest is not None:
-            scores.copy_(torch.maximum(scores, largest))
-    else:
-        out, queries, weights = _attend(q[:count], keys, values, pages.lanes())
-        scorer.update(scores, Observation(layer, queries, keys, values, weights))
+    out = _attend_scored(layer, q[:count], keys, values, scores, pages, scorer)
     if not num_probes:
         return out
     keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
@@ -92,14 +87,48 @@ def attend_chunk(
 
 
 def attend_aside(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, arena: Arena | None, pages: LayerPages
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arena: Arena | None,
+    pages: LayerPages,
+    scorer: Scorer | None = None,
 ) -> Tensor:
-    """Attend tokens to the cache and to themselves without caching them; shapes as in `attend_chunk`."""
+    """Attend tokens to the cache and to themselves without caching them; shapes as in `attend_chunk`.
+
+    A scorer sees them and updates the scores of the arena's keys.
+    """
     keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    if arena:
-        keys = torch.cat([arena.keys[layer, :, : arena.length], keys], 1)
-        values = torch.cat([arena.values[layer, :, : arena.length], values], 1)
-    return pages.attend(q, keys, values)[0]
+    if not arena:
+        return pages.attend(q, keys, values)[0]
+    keys = torch.cat([arena.keys[layer, :, : arena.length], keys], 1)
+    values = torch.cat([arena.values[layer, :, : arena.length], values], 1)
+    held = arena.scores[layer, :, : arena.length]
+    scores = F.pad(held, (0, len(q)))  # the tokens' own are let go
+    out = _attend_scored(layer, q, keys, values, scores, pages, scorer)
+    held.copy_(scores[:, : arena.length])
+    return out
+
+
+def _attend_scored(
+    layer: int,
+    q: Tensor,  # [C, H, D]
+    keys: Tensor,  # [KVH, N, D] the last C are the queries' own
+    values: Tensor,  # [KVH, N, D]
+    scores: Tensor,  # [KVH, N] updated in place
+    pages: LayerPages,
+    scorer: Scorer | None,
+) -> Tensor:  # [C, H, D]
+    """Attend causally to explicit keys and to all pages, and let the scorer see it."""
+    if scorer is not None and scorer.distance is None:
+        out, queries, weights = _attend(q, keys, values, pages.lanes())
+        scorer.update(scores, Observation(layer, queries, keys, values, weights))
+        return out
+    out, largest = pages.attend(q, keys, values, scorer.distance if scorer else None)
+    if largest is not None:
+        scores.copy_(torch.maximum(scores, largest))
+    return out
 
 
 def _attend(

@@ -11,6 +11,8 @@ from kvcache.monitoring import LaneUsage
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# look_ahead(token ids, position of the first, attend): run tokens that are not cached
+LookAhead = Callable[[list[int], int, Attend], None]
 
 
 class SequenceHandle(Protocol):
@@ -61,8 +63,10 @@ class CacheBackend(Protocol):
         """Return a callback that attends tokens to one sequence and to themselves without caching them."""
         ...
 
-    def advance(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
-        """Count a step's tokens of one sequence, after all layers ran."""
+    def advance(
+        self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool
+    ) -> None:
+        """Count a step's tokens of one sequence, after all layers ran, and compress what is old enough."""
         ...
 
     def check(self) -> None:

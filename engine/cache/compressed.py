@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
-from engine.cache.base import Attend
+from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.arena import ArenaPool
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
+from kvcache.compressors.base import Scorer
 from kvcache.compressors.registry import get_scorer
 from kvcache.frames import FramePool
 from kvcache.kernels.page_table import PageTable
@@ -26,6 +27,7 @@ class CompressedBackend:
         arena_tokens: size of an arena; what an eviction in one go at the prompt's end needs is the whole prompt.
         num_arenas: the most sequences in prefill at once.
         max_context: positions the model has.
+        repeat_token_ids: see `EngineConfig`.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class CompressedBackend:
         arena_tokens: int,
         num_arenas: int,
         max_context: int,
+        repeat_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
         device: torch.device,
@@ -54,12 +57,15 @@ class CompressedBackend:
         )
         self._whole_dtype = whole_dtype
         self._max_context = max_context
+        self._repeat_token_ids = list(repeat_token_ids)
         self._kernels = cpu_kernels(layout.head_dim)
         self._room: Tensor | None = None
-        tiers = config.resolved_tiers
-        judges = len(tiers) > 1 or tiers[0].ratio < 1
-        self.scorer = get_scorer(config.scorer) if judges else None
+        self.scorer = get_scorer(config.scorer) if config.judges else None
         self._rotation = rotation(layout.head_dim).to(device, dtype) if config.quantises else None
+
+    @property
+    def _reconstructs(self) -> bool:
+        return self.scorer is not None and self.scorer.reconstructs
 
     @property
     def num_blocks(self) -> int:
@@ -115,6 +121,7 @@ class CompressedBackend:
             for c in plan.chunks
         ]
         num_decodes = len(plan.decodes)
+        scorer = None if self._reconstructs else self.scorer
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = torch.empty_like(q)  # [T, H, D]
@@ -124,17 +131,19 @@ class CompressedBackend:
             for arena, pages, count, num_probes in chunks:
                 span = slice(start, start + count + num_probes)
                 out[span] = attend_chunk(
-                    layer, q[span], k[span], v[span], arena, pages(layer), self.scorer, num_probes
+                    layer, q[span], k[span], v[span], arena, pages(layer), scorer, num_probes
                 )
                 start = span.stop
             return out
 
         return self._rotated(attend)
 
-    def attend_aside(self, cache: CompressedCache) -> Attend:
-        """See `CacheBackend.attend_aside`."""
+    def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
+        """See `CacheBackend.attend_aside`; a scorer sees the tokens."""
         pages = self._pages(cache)
-        return self._rotated(lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer)))
+        return self._rotated(
+            lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
+        )
 
     def _decode(self, caches: list[CompressedCache]) -> Attend:
         """Return the part of the callback that stores and attends one new token of each sequence."""
@@ -193,12 +202,34 @@ class CompressedBackend:
         turn = self._rotation
         return lambda layer, q, k, v: attend(layer, q @ turn, k @ turn, v @ turn) @ turn.T
 
-    def advance(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
+    def advance(
+        self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool
+    ) -> None:
         """See `CacheBackend.advance`."""
-        if sequence.cache.arena:
-            sequence.cache.extend(num_tokens, prompt_ends=prompt_ends and not sequence.is_prefix)
-        else:
-            sequence.cache.count_decoded()
+        cache = sequence.cache
+        if not cache.arena:
+            cache.count_decoded()
+            return
+        prompt_ends = prompt_ends and not sequence.is_prefix
+        cache.extend(num_tokens)
+        if self._reconstructs:
+            self._reconstruct(sequence, cache.num_due(prompt_ends=prompt_ends), look_ahead)
+        cache.compress(prompt_ends=prompt_ends)
+
+    def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:
+        """Let the model repeat the arena's first tokens, a chunk in each pass, and the scorer see what it looks at.
+
+        Where the context leaves no room behind the sequence, a pass takes the last positions there are, those of the
+        newest tokens once more.
+        """
+        cache, request = sequence.cache, self._repeat_token_ids
+        first = cache.num_tokens - cache.arena.length
+        end = first + num_tokens
+        size = min(self.layout.config.chunk_size, self._max_context - len(request))
+        attend = self.attend_aside(cache, self.scorer)
+        for start in range(first, end, size):
+            tokens = request + sequence.token_ids[start : min(start + size, end)]
+            look_ahead(tokens, min(sequence.position, self._max_context - len(tokens)), attend)
 
     def check(self) -> None:
         """See `CacheBackend.check`."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from engine.attention import get_backend
 from engine.attention.cpu import attend_apart
-from engine.cache.base import Attend
+from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.layout import CacheLayout
@@ -97,7 +97,9 @@ class FullCache:
         """See `CacheBackend.attend_aside`."""
         return lambda layer, q, k, v: attend_apart(layer, q, k, v, cache)[0]
 
-    def advance(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
+    def advance(
+        self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool
+    ) -> None:
         """See `CacheBackend.advance`."""
         sequence.cache.advance(num_tokens)
 

@@ -28,6 +28,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         arena_tokens=budget.arena_tokens,
         num_arenas=budget.num_arenas,
         max_context=model.config.max_context,
+        repeat_token_ids=config.repeat_token_ids,
         dtype=model.dtype,
         whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
         device=model.device,

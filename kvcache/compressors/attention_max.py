@@ -13,6 +13,7 @@ class AttentionMax:
     """Score by the largest attention ever received."""
 
     needs_question = False
+    reconstructs = False
 
     def __init__(self, distance: int = 64):
         self.distance = distance

@@ -26,12 +26,14 @@ class Scorer(Protocol):
     """Judge keys while they lie in the arena; higher is kept.
 
     A scorer holds no state of its own: it updates the running scores of the arena's keys, which start at 0 and
-    move with the keys. `needs_question` says whether it works only with the question's tokens as probes. Where
-    `distance` is a number, the score is the largest attention ever received from queries at least that far behind:
-    kernels yield it by themselves, and `update` is its specification.
+    move with the keys. `needs_question` says whether it works only with the question's tokens as probes. With
+    `reconstructs` it sees other queries than the document's own: the tokens about to be judged, read once more behind a
+    request to repeat them, without being cached. Where `distance` is a number, the score is the largest attention ever
+    received from queries at least that far behind: kernels yield it by themselves, and `update` is its specification.
     """
 
     needs_question: bool
+    reconstructs: bool
     distance: int | None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

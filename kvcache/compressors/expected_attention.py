@@ -15,6 +15,7 @@ class ExpectedAttention:
     """Score by the attention that future queries are expected to give."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

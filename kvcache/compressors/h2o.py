@@ -9,6 +9,7 @@ class H2O:
     """Score by accumulated attention."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

@@ -10,6 +10,7 @@ class KeyDiff:
     """Score by how far a key's direction is from the mean direction."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

@@ -19,6 +19,7 @@ class Mix:
     """Score by attention_max joined with a recent window."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def __init__(self):

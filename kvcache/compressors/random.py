@@ -10,6 +10,7 @@ class Random:
     """Score by chance."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

@@ -12,6 +12,7 @@ SCORERS = {
     "expected_attention": ("kvcache.compressors.expected_attention", "ExpectedAttention"),
     "h2o": ("kvcache.compressors.h2o", "H2O"),
     "tova": ("kvcache.compressors.tova", "TOVA"),
+    "kvzip": ("kvcache.compressors.kvzip", "KVzip"),
     "keydiff": ("kvcache.compressors.keydiff", "KeyDiff"),
     "streaming": ("kvcache.compressors.streaming", "Streaming"),
     "random": ("kvcache.compressors.random", "Random"),

@@ -16,6 +16,7 @@ class SnapKV:
     """Score by what the last queries attend to."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

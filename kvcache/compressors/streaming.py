@@ -13,6 +13,7 @@ class Streaming:
     """Score by position."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

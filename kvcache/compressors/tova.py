@@ -9,6 +9,7 @@ class TOVA:
     """Score by the last query's attention, averaged over the query heads."""
 
     needs_question = False
+    reconstructs = False
     distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:

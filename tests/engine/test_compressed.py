@@ -9,8 +9,9 @@ import torch
 
 from engine import LLM, EngineConfig, Request
 from engine.models import load_model
+from kvcache import compressed_cache
 from kvcache.config import KVCacheConfig, Tier
-from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts, run
 
 LONG = replace(GREEDY, max_new_tokens=150)  # the open pages fill and are compressed twice
@@ -18,6 +19,8 @@ LENGTHS = (1, 63, 64, 65, 300, 700)
 LOSSY = KVCacheConfig(
     "sparse+quant", tiers=(Tier(0.3, 4, 4), Tier(0.3, 3, 2)), chunk_size=64, recent_tokens=32
 )
+KVZIP = KVCacheConfig("sparse", keep_ratio=0.3, scorer="kvzip", chunk_size=64, recent_tokens=32)
+REPEAT = (7, 8, 9)  # stands for the words that ask for a repetition
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,7 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
         (KVCacheConfig("sparse", streaming=False), 0, {"max_sequences": 3}),
         (KVCacheConfig("sparse", chunk_size=32, recent_tokens=32, delay=2, warmup_tokens=4), 130, {}),
         (KVCacheConfig("sparse", delay=0, chunk_size=64, budget="uniform"), 64, {"step_tokens": 50}),
+        (KVCacheConfig("sparse", tiers=(Tier(0.5, 16, 16),) * 2, scorer="kvzip", chunk_size=64), 130, {}),
     ],
 )
 def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, shared, changes):
@@ -58,13 +62,23 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     assert tokens(make_llm(model, cache, **changes), requests) == tokens(full, requests)
 
 
-def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model):
+@pytest.mark.parametrize(
+    "cache",
+    [LOSSY, replace(LOSSY, scorer="kvzip"), replace(LOSSY, scorer="kvzip", streaming=False)],
+    ids=["attention_max", "kvzip", "kvzip-at-the-end"],
+)
+def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, cache):
     prefix = prompts((130,))[0]
     requests = [Request(i, prefix + p, LONG) for i, p in enumerate(prompts(LENGTHS))]
-    together = tokens(make_llm(model, LOSSY), requests)
-    alone = [tokens(make_llm(model, LOSSY, step_tokens=48), [request])[0] for request in requests]
+    together = tokens(make_llm(model, cache, repeat_token_ids=REPEAT), requests)
+    alone = [
+        tokens(make_llm(model, cache, repeat_token_ids=REPEAT, step_tokens=48), [request])[0]
+        for request in requests
+    ]
     shared = [replace(request, prefix_tokens=130) for request in requests]
-    assert together == alone == tokens(make_llm(model, LOSSY, max_sequences=4), shared)
+    assert (
+        together == alone == tokens(make_llm(model, cache, repeat_token_ids=REPEAT, max_sequences=4), shared)
+    )
 
 
 def test_memory_is_given_back_and_reported_as_it_is(model):
@@ -129,3 +143,60 @@ def test_a_look_ahead_sees_what_would_follow_and_leaves_nothing(model, cache):
     (again,) = run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=20))])
     assert seen == [expected.token_ids[1:]]
     assert again.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "judged"),
+    [
+        ({}, 150, (16, 64)),  # its first chunk, judged when the second has been read
+        ({"streaming": False}, 300, (16, 268)),
+        ({"streaming": False}, 1000, (16, 968)),  # 24 positions are left: the last ones are used twice
+    ],
+)
+def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, changes, length, judged):
+    row = prompts((length,))[0]
+    seen = []
+
+    def assign(scores, *args, assign=compressed_cache.assign_tiers):
+        seen.append(scores.clone())
+        return assign(scores, *args)
+
+    monkeypatch.setattr(compressed_cache, "assign_tiers", assign)
+    llm = make_llm(model, replace(KVZIP, **changes), repeat_token_ids=REPEAT)
+    run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=1))])
+
+    read = row if changes else row[:128]
+    plain = tiny_model("llama", max_position_embeddings=1024)
+    plain.set_attn_implementation("eager")
+    expected = torch.zeros(2, 2, len(read))
+    for start in range(0, length if changes else 64, 64):
+        repeated = [*REPEAT, *row[start : start + 64]]
+        first = min(len(read), 1024 - len(repeated))
+        positions = [*range(len(read)), *range(first, first + len(repeated))]
+        with torch.no_grad():
+            out = plain(
+                torch.tensor([[*read, *repeated]]),
+                position_ids=torch.tensor([positions]),
+                attention_mask=torch.ones(1, 1, len(positions), len(positions)).tril().log(),
+                output_attentions=True,
+            )
+        for layer, weights in enumerate(out.attentions):
+            peaks = weights[0, :, len(read) :, : len(read)].amax(1)  # [H, N]
+            expected[layer] = expected[layer].maximum(peaks.unflatten(0, (2, 2)).amax(1))
+    torch.testing.assert_close(seen[0], expected[:, :, slice(*judged)], rtol=1e-3, atol=1e-5)
+
+
+def test_a_repetition_is_a_pass_of_its_own_that_the_budget_has_room_for(model, monkeypatch):
+    small = {"max_sequences": 8, "repeat_token_ids": REPEAT}
+    llm = make_llm(model, KVZIP, step_tokens=48, **small)
+    sizes = []
+
+    def forward(token_ids, *args, original=model.forward):
+        sizes.append(len(token_ids))
+        return original(token_ids, *args)
+
+    monkeypatch.setattr(model, "forward", forward)
+    run(llm, [Request(i, p, GREEDY) for i, p in enumerate(prompts((300, 90)))])
+    assert max(sizes) == 64 + len(REPEAT)
+    plain = make_llm(model, replace(KVZIP, scorer="attention_max"), step_tokens=max(sizes), **small)
+    assert llm.budget.workspace_bytes == plain.budget.workspace_bytes

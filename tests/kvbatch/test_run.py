@@ -23,6 +23,7 @@ from kvbatch.errors import (
     OutputError,
 )
 from kvbatch.manifest import open_run
+from kvbatch.prompt import REPEAT
 from kvbatch.report import load_summary, render
 from kvbatch.run import run_job
 from kvbatch.runlog import RunLog
@@ -80,6 +81,14 @@ def output(run) -> pl.DataFrame:
 
 def run(path, *overrides, **kwargs):
     return run_job(load_job(path, overrides), stream=io.StringIO(), **kwargs)
+
+
+def test_the_engine_is_told_how_to_ask_for_a_repetition(job_file):
+    def make_llm(model, config):
+        assert model.tokenizer.decode(config.repeat_token_ids) == REPEAT
+        return Backwards()
+
+    run(job_file(RECORDS), make_llm=make_llm)
 
 
 def test_rows_come_out_in_input_order_whatever_the_engine_does(job_file):
