@@ -28,7 +28,7 @@ class Decoder:
         self.config = config
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self.weight_bytes = _weight_bytes(weights)
+        self.weight_bytes = sum(tensor.nbytes for tensor in _tensors(weights))
         self._weights = weights
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
         self._workspace: dict[str, Tensor] = {}
@@ -66,6 +66,10 @@ class Decoder:
             gate, up = self._project("gate_up", normed, layer.gate_up).chunk(2, dim=-1)
             _add_projected(hidden, F.silu(gate, inplace=True).mul_(up), layer.down)
         return F.rms_norm(hidden, (config.hidden_size,), self._weights.norm, eps)
+
+    def checksums(self) -> list[float]:
+        """Return the sum of every weight tensor, which tells models of one shape apart."""
+        return [float(tensor.sum(dtype=torch.float64)) for tensor in _tensors(self._weights)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:  # [N, hidden] -> float32 [N, vocab]
@@ -140,15 +144,12 @@ def _add_projected(residual: Tensor, x: Tensor, projection: Projection) -> None:
         residual.add_(projection.bias)
 
 
-def _weight_bytes(weights: Weights) -> int:
-    tensors = {
-        id(weights.embedding): weights.embedding,
-        id(weights.head): weights.head,
-        id(weights.norm): weights.norm,
-    }
+def _tensors(weights: Weights) -> list[Tensor]:
+    """Return every tensor of the weights, a tied one once."""
+    tensors = [weights.embedding, weights.norm]
+    if weights.head is not weights.embedding:
+        tensors.append(weights.head)
     for layer in weights.layers:
         for part in vars(layer).values():
-            for tensor in vars(part).values() if isinstance(part, Projection) else (part,):
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-    return sum(tensor.nbytes for tensor in tensors.values())
+            tensors += vars(part).values() if isinstance(part, Projection) else (part,)
+    return [tensor for tensor in tensors if tensor is not None]

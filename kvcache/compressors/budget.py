@@ -6,8 +6,10 @@ A budget shares out the places of a chunk among its lanes; within a lane the hig
 import torch
 from torch import Tensor
 
+from kvcache.compressors.lane_shares import LaneShares
+
 EVICTED = -1
-BUDGETS = ("global", "per_head", "uniform", "layered")
+BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
 
 def assign_tiers(
@@ -16,38 +18,43 @@ def assign_tiers(
     budget: str = "global",
     floor_ratio: float = 0.1,
     layer_weights: tuple[float, ...] | None = None,
+    lane_shares: LaneShares | None = None,
 ) -> Tensor:
     """Return each token's tier, int64 `[L, KVH, C]`, or `EVICTED`.
 
     Args:
         tier_ratios: share of all tokens that each tier takes, best scores first; their sum is the keep ratio.
-        budget: `global` shares places over all layers and heads, `per_head` within a layer over its heads,
-            `uniform` gives every lane the same number, `layered` gives every layer its weight's share and every
-            head of it the same.
-        floor_ratio: part of the uniform share that no lane falls below (`global` and `per_head`).
+        budget: `calibrated` gives every lane what the model's heads were found to need, `global` shares places over
+            all layers and heads by score, `per_head` within a layer over its heads, `uniform` gives every lane the
+            same number, `layered` gives every layer its weight's share and every head of it the same.
+        floor_ratio: part of the uniform share that no lane falls below (not `uniform` and `layered`).
         layer_weights: for `layered`, one relative weight per layer.
+        lane_shares: for `calibrated`.
 
     Raises:
         ValueError: An unknown budget, or weights that do not match the layers.
     """
     layers, heads, tokens = scores.shape
+    shares = torch.ones(layers, dtype=torch.float64)
     if budget == "layered":
         if layer_weights is None or len(layer_weights) != layers:
             given = None if layer_weights is None else len(layer_weights)
             raise ValueError(f"budget layered needs one weight per layer: {layers} layers, {given} weights")
         weights = torch.tensor(layer_weights, dtype=torch.float64)
         shares = weights / weights.mean()
-    elif budget in BUDGETS:
-        shares = torch.ones(layers, dtype=torch.float64)
-    else:
+    elif budget not in BUDGETS:
         raise ValueError(f"budget {budget!r} is not known; use one of {', '.join(BUDGETS)}")
+    assert budget != "calibrated" or lane_shares is not None, "the model was not calibrated"
     tiers = torch.full_like(scores, EVICTED, dtype=torch.int64)
     ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # of a token within its lane
     kept_ratio = 0.0
     bounds = []
     for ratio in tier_ratios:
-        kept_ratio += ratio
-        bounds.append(_places(scores, ranks, min(1.0, kept_ratio), budget, floor_ratio, shares))
+        kept_ratio = min(1.0, kept_ratio + ratio)
+        if budget == "calibrated":
+            bounds.append(ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio)[..., None])
+        else:
+            bounds.append(_places(scores, ranks, kept_ratio, budget, floor_ratio, shares))
     # worst tier first: better tiers overwrite
     for tier in reversed(range(len(tier_ratios))):
         tiers[bounds[tier]] = tier
