@@ -101,8 +101,7 @@ class LLM:
                 if problem:
                     yield self._failure(request, problem)
                     continue
-                pages = self.budget.layout.sequence_pages(request.max_tokens, request.prefix_tokens)
-                self.scheduler.add(Sequence(request, pages))
+                self.scheduler.add(Sequence(request, self._pages(request)))
             if not self._admit():
                 return
 
@@ -140,15 +139,18 @@ class LLM:
         if unknown is not None:
             return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
         layout, shared = self.budget.layout, request.prefix_tokens
-        pages = layout.sequence_pages(request.max_tokens, shared) + (
-            layout.sequence_pages(shared) if shared else 0
-        )
+        pages = self._pages(request) + (layout.sequence_pages(shared) if shared else 0)
         if pages > self.cache.num_blocks:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
                 f"cache, the pool has {self.cache.allocated_bytes:,}"
             )
         return None
+
+    def _pages(self, request: Request) -> int:
+        return self.budget.layout.sequence_pages(
+            request.max_tokens, request.prefix_tokens, request.sampling.max_new_tokens
+        )
 
     def _step(self, plan) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""

@@ -6,6 +6,9 @@ keeps what the budget gave it:
     sinks    the first tokens, whole
     tiers    survivors; a tier of fewer bits gathers 64 of them whole (`pending`) before it quantises a page
     recent   the newest tokens, whole
+
+Where the policy drops tokens, the tiers stop growing with the prompt: in decode a page that fills takes the place of
+the one of its lane and tier that was attended longest ago.
 """
 
 import torch
@@ -19,6 +22,11 @@ from kvcache.kernels.page_table import PageLists
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
 from kvcache.quant import quantise_pages
+from kvcache.tier_list import TierList
+
+# A page was attended in a decode step if one of its tokens received so many times the attention that each of its
+# lane's tokens would receive if all received the same.
+ATTENDED_FACTOR = 8
 
 
 class CompressedCache:
@@ -51,7 +59,10 @@ class CompressedCache:
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]
-            self.tiers = [self._list(page_format) for page_format in layout.tiers]
+            self.tiers = [
+                TierList(self.store, page_format, layout.num_lanes, whole_dtype)
+                for page_format in layout.tiers
+            ]
         else:
             assert prefix.arena is not None, "only a cache in prefill can be a prefix"
             self.store.share(prefix.store)
@@ -116,13 +127,25 @@ class CompressedCache:
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)
         self._admit(scores[:, :TIER_PAGE_TOKENS], keys.view(shape), values.view(shape))
 
-    def note_attention(self, layer: int, weights: Tensor) -> None:
-        """Keep the largest attention `[KVH, n]` that one layer's open-page tokens received in decode."""
-        grown = self._grown_scores(weights.shape[1])
-        heads = self.layout.num_kv_heads
-        rows = grown[layer * heads : (layer + 1) * heads, : weights.shape[1]]
-        torch.maximum(rows, weights, out=rows)
+    def note_attention(
+        self,
+        recent: Tensor,  # [lanes, n] of the tokens of the open pages
+        pages: Tensor
+        | None,  # [lanes, pages of all lists], of a page's tokens; None where nothing is dropped
+    ) -> None:
+        """Keep the largest attention that tokens received in a decode step."""
+        grown = self._grown_scores(recent.shape[1])
+        rows = grown[:, : recent.shape[1]]
+        torch.maximum(rows, recent, out=rows)
         self.recent_scores = grown
+        if pages is None:
+            return
+        num_tokens = sum(part.lengths for part in self.lists)
+        attended = (pages >= ATTENDED_FACTOR / num_tokens[:, None]).split(
+            [part.addresses.shape[1] for part in self.lists], 1
+        )
+        for tier, seen in zip(self.tiers, attended[1:], strict=False):  # the sinks are first
+            tier.note_attention(seen)
 
     def free(self) -> None:
         """Give frames and arena back."""
@@ -194,6 +217,7 @@ class CompressedCache:
             if not len(lanes):
                 continue
             if tier.format == layout.whole:
+                self._make_room(tier, lanes, 1)
                 tier.append_rows(lanes, keys[lanes, tokens], values[lanes, tokens])
                 continue
             self._quantise(pending, tier, lanes, keys[lanes, tokens], values[lanes, tokens])
@@ -214,8 +238,15 @@ class CompressedCache:
         full = rank < (lengths // size * size)[lanes]
         if bool(full.any()):
             paged = (x[full].float().unflatten(0, (-1, size)) for x in (keys, values))
-            tier.append_pages(lanes[full][::size], quantise_pages(*paged, tier.format))
+            page_lanes = lanes[full][::size]
+            self._make_room(tier, page_lanes, size)
+            tier.append_pages(page_lanes, quantise_pages(*paged, tier.format))
         pending.append_rows(lanes[~full], keys[~full], values[~full])
+
+    def _make_room(self, tier: TierList, lanes: Tensor, num_tokens: int) -> None:
+        """Where nothing may grow: let old pages make room for `num_tokens` in each of `lanes`, as often as named."""
+        if self.arena is None and self.layout.config.drops:
+            tier.make_room(torch.bincount(lanes, minlength=self.layout.num_lanes) * num_tokens)
 
     def _append_all(self, part: PageList, keys: Tensor, values: Tensor) -> None:
         """Append the same number of tokens `[lanes, n, D]` to every lane."""

@@ -71,8 +71,15 @@ class CompressedLayout:
         """Bytes of an arena of that many tokens, scores included."""
         return num_tokens * (self.token_bytes + 4 * self.num_lanes)
 
-    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0) -> int:
-        """Return the most frames that a sequence of `num_tokens` ever holds; a shared prefix saves none of them."""
+    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
+        """Return the most frames that a sequence ever holds.
+
+        Args:
+            num_tokens: of prompt and answer.
+            shared_tokens: of these, those cached elsewhere; they save no frames.
+            new_tokens: of these, those of the answer: where tokens are dropped, a tier grows in decode by no more
+                than the first page of a lane.
+        """
         config = self.config
         whole_pages = self.num_lanes * (
             -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
@@ -80,25 +87,37 @@ class CompressedLayout:
         )
         frames = 0
         for tier, page_format in zip(config.resolved_tiers, self.tiers, strict=True):
-            # rounding gives a chunk at most one token more than its share
-            num_chunks = -(-num_tokens // min(config.chunk_size, TIER_PAGE_TOKENS)) + 1
-            kept = min(
-                num_tokens * self.num_lanes, int(tier.ratio * num_tokens * self.num_lanes) + num_chunks
-            )
+            size = page_format.page_tokens
+            full_pages = self._kept_tokens(tier.ratio, num_tokens) // size
+            if config.drops:  # a lane without a page may get as many as what leaves the open pages fills
+                first_pages = self.num_lanes * (TIER_PAGE_TOKENS // size)
+                prompt_pages = self._kept_tokens(tier.ratio, num_tokens - new_tokens) // size
+                full_pages = min(full_pages, prompt_pages + first_pages)
             if page_format == self.whole:
-                whole_pages += kept // WHOLE_PAGE_TOKENS + self.num_lanes
+                whole_pages += full_pages + self.num_lanes
             else:
                 whole_pages += self.num_lanes * (TIER_PAGE_TOKENS // WHOLE_PAGE_TOKENS)
-                frames += self._frames(kept // TIER_PAGE_TOKENS, page_format)
+                frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
 
-    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
+    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
         """Return the bytes of `sequence_pages`."""
-        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
+        return self.sequence_pages(num_tokens, shared_tokens, new_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many whole frames fit into `num_bytes`."""
         return num_bytes // self.page_bytes
+
+    def _kept_tokens(self, ratio: float, num_tokens: int) -> int:
+        """Return the most tokens of all lanes that a tier takes of so many in each."""
+        config = self.config
+        # Shares are rounded in every chunk, for all lanes at once, for a layer's or for each lane.
+        rounded_apart = {"global": 1, "per_head": self.num_layers}.get(config.budget, self.num_lanes)
+        num_chunks = -(-num_tokens // min(config.chunk_size, TIER_PAGE_TOKENS)) + 1
+        return min(
+            num_tokens * self.num_lanes,
+            int(ratio * num_tokens * self.num_lanes) + num_chunks * rounded_apart,
+        )
 
     def _frames(self, num_pages: int, page_format: PageFormat) -> int:
         return -(-num_pages // (self.page_bytes // page_format.page_bytes))

@@ -81,6 +81,11 @@ class KVCacheConfig:
         return self.tiers or (Tier(self.keep_ratio, *self.bits),)
 
     @property
+    def drops(self) -> bool:
+        """Whether some tokens are not kept at all."""
+        return self.compresses and sum(tier.ratio for tier in self.resolved_tiers) < 1 - 1e-9
+
+    @property
     def quantises(self) -> bool:
         """Whether any tier has fewer bits than the model."""
         return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)

@@ -122,7 +122,7 @@ class PageList:
 
     def clone_into(self, store: PageStore, *, share: bool) -> "PageList":
         """Return the same list for another sequence: the same pages if `share`, else copies of them."""
-        other = PageList(store, self.format, len(self.lengths), self._dtype)
+        other = type(self)(store, self.format, len(self.lengths), self._dtype)
         if share:
             other.addresses, other.lengths = self.addresses, self.lengths
             return other

@@ -138,8 +138,7 @@ class CompressedBackend:
         key_slots, value_slots = (torch.stack(x, 1) for x in zip(*slots, strict=True))  # [lanes, B, D / 16]
         table = PageTable.of(self.frames.slab, [cache.page_lists for cache in caches])
         write = caches[0].recent.write_pieces
-        # The open pages' tokens are the last of each lane; all layers see the same number of them.
-        windows = [torch.arange(-int(cache.recent.lengths[0]), 0) for cache in caches]
+        seen: list[Tensor] = []
 
         def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lanes = self._lanes(layer)
@@ -154,12 +153,33 @@ class CompressedBackend:
                 num_threads=torch.get_num_threads(),
             )
             if largest is not None:
-                ends = pages.tokens.view(-1).cumsum(0).view(len(caches), -1)
-                for cache, end, window in zip(caches, ends, windows, strict=True):
-                    cache.note_attention(layer, largest[end[:, None] + window])
+                seen.append(largest)
+                if len(seen) == self.layout.num_layers:  # all at once: a sequence has few tokens in a layer
+                    self._note_attention(caches, table, torch.cat(seen))
             return out
 
         return decode
+
+    def _note_attention(self, caches: list[CompressedCache], table: PageTable, largest: Tensor) -> None:
+        """Tell sequences what a decode step looked at: `largest` of all layers, behind each other."""
+        num_layers, num_lanes = self.layout.num_layers, self.layout.num_lanes
+        tokens = table.tokens.unflatten(1, (num_layers, -1)).transpose(0, 1)  # [L, B, KVH], as in `largest`
+        ends = tokens.reshape(-1).cumsum(0).view(tokens.shape).transpose(0, 1).reshape(len(caches), num_lanes)
+        pages: list[Tensor | None] = [None] * len(caches)
+        if self.layout.config.drops:
+            widths = table.num_pages[:, 0].tolist()
+            parts = table.counts.split([width * num_lanes for width in widths])
+            counts = torch.cat([part.view(num_layers, -1) for part in parts], 1).long()
+            # 980,000 tokens in 20,000 pages take 2.3 ms on one core, a scattered maximum 4.5 ms
+            maxima = torch.segment_reduce(largest, "max", lengths=counts.flatten(), unsafe=True).view_as(
+                counts
+            )
+            of_sequence = maxima.split([part.numel() // num_layers for part in parts], 1)
+            pages = [part.reshape(num_lanes, -1) for part in of_sequence]
+        # The open pages' tokens are the last of each lane; all lanes have the same number of them.
+        for cache, end, part in zip(caches, ends, pages, strict=True):
+            window = torch.arange(-int(cache.recent.lengths[0]), 0)
+            cache.note_attention(largest[end[:, None] + window], part)
 
     def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
         """Return a function that gives one layer's pages."""
