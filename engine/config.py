@@ -15,6 +15,9 @@ class EngineConfig:
         max_sequences: the most sequences that hold pages at once.
         pool_pages: size of the page pool when the caller knows the peak; never more than the budget holds.
         cache: the cache policy.
+        overlap_compression: compress chunks of a prompt while the model goes on with the next (`engine.overlap`);
+            each lies whole in its arena for one chunk longer, so what is generated may differ. None: where the
+            device has something to spare for it.
         attention: name of the attention backend, or None for the device's own.
 
     Raises:
@@ -26,6 +29,7 @@ class EngineConfig:
     max_sequences: int = 64
     pool_pages: int | None = None
     cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    overlap_compression: bool | None = None
     attention: str | None = None
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class LLM:
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
         self.model = model
         self.decode = decode
-        self.budget = divide_budget(model.config, config, model.dtype.itemsize)
+        self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
         self.runner = Runner(model, self.cache)
         self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)

@@ -235,7 +235,7 @@ def _divide_budget(job: Job, model: "ModelHandle") -> tuple["EngineConfig", Any]
             max_sequences=job.engine.max_sequences,
             cache=job.cache.policy,
         )
-        return config, divide_budget(model.config, config, model.dtype.itemsize)
+        return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
         raise JobFileError(f"engine.memory_budget: {error}") from error
 

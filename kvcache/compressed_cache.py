@@ -11,17 +11,19 @@ Where the policy drops tokens, the tiers stop growing with the prompt: in decode
 the one of its lane and tier that was attended longest ago.
 """
 
+from concurrent.futures import Future, wait
+
 import torch
 from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
+from kvcache.background import BackgroundCompressor
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
-from kvcache.compressors.budget import assign_tiers
+from kvcache.compression import TierShare, compress
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
-from kvcache.quant import quantise_pages
 from kvcache.tier_list import TierList
 
 # A page was attended in a decode step if one of its tokens received so many times the attention that each of its
@@ -40,6 +42,7 @@ class CompressedCache:
         arenas: where the arena comes from.
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
             everything else is copied.
+        background: where chunks are compressed while the model goes on; None: at once.
     """
 
     def __init__(
@@ -50,12 +53,15 @@ class CompressedCache:
         num_frames: int,
         arenas: ArenaPool,
         prefix: "CompressedCache | None" = None,
+        background: BackgroundCompressor | None = None,
     ):
         self.layout = layout
         self._whole_dtype = whole_dtype
         self.store = PageStore(frames, num_frames)
         self.arena: Arena | None = Arena(arenas)
         self.num_tokens = 0  # ever cached, kept or not
+        self._background = background
+        self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]
@@ -75,6 +81,7 @@ class CompressedCache:
             ]
             self.arena.copy_from(prefix.arena)
             self.num_tokens = prefix.num_tokens
+            self._leaving = prefix._leaving  # each puts the outcome into pages of its own when its time comes
         self.recent_scores = torch.zeros(layout.num_lanes, 0)
 
     @property
@@ -106,14 +113,26 @@ class CompressedCache:
         return size - self.num_tokens % size
 
     def extend(self, num_tokens: int, *, prompt_ends: bool) -> None:
-        """Count prompt tokens that all layers have written to the arena, and compress what is old enough."""
+        """Count prompt tokens that all layers have written to the arena, and compress what is old enough.
+
+        In the background, a chunk is judged by the scores it has when it is old enough, and leaves the arena when
+        the next chunk is complete: until then it is attended there, whenever the outcome may be ready.
+        """
         config = self.layout.config
         self.arena.extend(num_tokens)
         self.num_tokens += num_tokens
-        if config.streaming:
-            while self.arena.length >= (config.delay + 1) * config.chunk_size:
-                self._compress_arena(config.chunk_size)
+        if config.streaming and self.num_tokens % config.chunk_size == 0:
+            self._await_chunk()
+            if self.arena.length >= (config.delay + 1) * config.chunk_size:
+                if self._background:
+                    scores, keys, values = self._judged(config.chunk_size)
+                    self._leaving = self._background.submit(
+                        self.layout, scores.clone(), keys, values, self.pending
+                    )
+                else:
+                    self._compress_arena(config.chunk_size)
         if prompt_ends:
+            self._await_chunk()
             self._leave_arena()
 
     def count_decoded(self) -> None:
@@ -125,7 +144,8 @@ class CompressedCache:
         scores = self._grown_scores()
         self.recent_scores = scores[:, TIER_PAGE_TOKENS:]
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)
-        self._admit(scores[:, :TIER_PAGE_TOKENS], keys.view(shape), values.view(shape))
+        scores = scores[:, :TIER_PAGE_TOKENS]
+        self._take(compress(self.layout, scores, keys.view(shape), values.view(shape), self.pending))
 
     def note_attention(
         self,
@@ -149,6 +169,9 @@ class CompressedCache:
 
     def free(self) -> None:
         """Give frames and arena back."""
+        if self._leaving:
+            wait([self._leaving])  # it reads both
+            self._leaving = None
         self.store.free()
         if self.arena:
             self.arena.free()
@@ -164,18 +187,33 @@ class CompressedCache:
             return self.recent_scores
         return torch.cat([self.recent_scores, torch.zeros(self.layout.num_lanes, missing)], 1)
 
+    def _await_chunk(self) -> None:
+        """Put the chunk that was compressed in the background into pages, if there is one."""
+        if self._leaving:
+            shares, self._leaving = self._leaving.result(), None
+            self._leave(self.layout.config.chunk_size, shares)
+
     def _compress_arena(self, num_tokens: int) -> None:
         """Judge the oldest tokens of the arena and move them to pages."""
-        arena = self.arena
-        first = self.num_tokens - arena.length  # position of the arena's first token
-        sinks = min(max(self.layout.config.warmup_tokens - first, 0), num_tokens)
-        keys, values = (
-            arena.keys[:, :, :num_tokens].flatten(0, 1),
-            arena.values[:, :, :num_tokens].flatten(0, 1),
+        self._leave(num_tokens, compress(self.layout, *self._judged(num_tokens), self.pending))
+
+    def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores `[lanes, n]`, keys and values `[lanes, n, D]` of the arena's oldest tokens, sinks left out."""
+        arena, sinks = self.arena, self._num_sinks(num_tokens)
+        return tuple(
+            x[:, :, sinks:num_tokens].flatten(0, 1) for x in (arena.scores, arena.keys, arena.values)
         )
-        if sinks:
-            self._append_all(self.sinks, keys[:, :sinks], values[:, :sinks])
-        self._admit(arena.scores[:, :, sinks:num_tokens].flatten(0, 1), keys[:, sinks:], values[:, sinks:])
+
+    def _num_sinks(self, num_tokens: int) -> int:
+        """Return how many of the arena's oldest tokens are sinks."""
+        first = self.num_tokens - self.arena.length  # position of the arena's first token
+        return min(max(self.layout.config.warmup_tokens - first, 0), num_tokens)
+
+    def _leave(self, num_tokens: int, shares: list[TierShare]) -> None:
+        """Move the oldest tokens of the arena to pages."""
+        arena, sinks = self.arena, self._num_sinks(num_tokens)
+        self._append_all(self.sinks, *(x[:, :, :sinks].flatten(0, 1) for x in (arena.keys, arena.values)))
+        self._take(shares)
         arena.drop_front(num_tokens)
 
     def _leave_arena(self) -> None:
@@ -195,53 +233,17 @@ class CompressedCache:
         arena.free()
         self.arena = None
 
-    def _admit(
-        self,
-        scores: Tensor,  # [lanes, C]
-        keys: Tensor,  # [lanes, C, D]
-        values: Tensor,  # [lanes, C, D]
-    ) -> None:
-        """Give each token its tier, drop the rest, and quantise the pages that became full."""
-        layout, config = self.layout, self.layout.config
-        if not scores.shape[1]:
-            return
-        tiers = assign_tiers(
-            scores.view(layout.num_layers, layout.num_kv_heads, -1),
-            tuple(tier.ratio for tier in config.resolved_tiers),
-            config.budget,
-            config.floor_ratio,
-            config.layer_budget,
-        ).flatten(0, 1)
-        for number, (pending, tier) in enumerate(zip(self.pending, self.tiers, strict=True)):
-            lanes, tokens = (tiers == number).nonzero(as_tuple=True)
-            if not len(lanes):
+    def _take(self, shares: list[TierShare]) -> None:
+        """Put judged tokens into the pages of their tiers."""
+        for pending, tier, share in zip(self.pending, self.tiers, shares, strict=True):
+            if tier.format == self.layout.whole:
+                self._make_room(tier, share.lanes, 1)
+                tier.append_rows(share.lanes, share.keys, share.values)
                 continue
-            if tier.format == layout.whole:
-                self._make_room(tier, lanes, 1)
-                tier.append_rows(lanes, keys[lanes, tokens], values[lanes, tokens])
-                continue
-            self._quantise(pending, tier, lanes, keys[lanes, tokens], values[lanes, tokens])
-
-    def _quantise(
-        self, pending: PageList, tier: PageList, lanes: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """Join tokens `[N]` to those pending in their lanes; write full pages to the tier, keep the rest pending."""
-        held_lanes, held_keys, held_values = pending.take_all()
-        lanes = torch.cat([held_lanes, lanes])
-        order = lanes.argsort(stable=True)
-        lanes = lanes[order]
-        keys = torch.cat([held_keys.to(keys.dtype), keys])[order]
-        values = torch.cat([held_values.to(values.dtype), values])[order]
-        size = tier.format.page_tokens
-        lengths = torch.bincount(lanes, minlength=self.layout.num_lanes)
-        rank = torch.arange(len(lanes)) - (lengths.cumsum(0) - lengths)[lanes]
-        full = rank < (lengths // size * size)[lanes]
-        if bool(full.any()):
-            paged = (x[full].float().unflatten(0, (-1, size)) for x in (keys, values))
-            page_lanes = lanes[full][::size]
-            self._make_room(tier, page_lanes, size)
-            tier.append_pages(page_lanes, quantise_pages(*paged, tier.format))
-        pending.append_rows(lanes[~full], keys[~full], values[~full])
+            self._make_room(tier, share.page_lanes, TIER_PAGE_TOKENS)
+            tier.append_pages(share.page_lanes, share.pages)
+            pending.clear()
+            pending.append_rows(share.lanes, share.keys, share.values)
 
     def _make_room(self, tier: TierList, lanes: Tensor, num_tokens: int) -> None:
         """Where nothing may grow: let old pages make room for `num_tokens` in each of `lanes`, as often as named."""

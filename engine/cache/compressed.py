@@ -10,6 +10,7 @@ from engine.cache.base import Attend
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.arena import ArenaPool
+from kvcache.background import BackgroundCompressor
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.compressors.registry import get_scorer
@@ -25,6 +26,7 @@ class CompressedBackend:
     Args:
         arena_tokens: size of an arena; what an eviction in one go at the prompt's end needs is the whole prompt.
         num_arenas: the most sequences in prefill at once.
+        overlaps_compression: compress in the background; arenas must hold one chunk more.
         max_context: positions the model has.
     """
 
@@ -35,6 +37,7 @@ class CompressedBackend:
         *,
         arena_tokens: int,
         num_arenas: int,
+        overlaps_compression: bool = False,
         max_context: int,
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
@@ -54,6 +57,7 @@ class CompressedBackend:
         )
         self._whole_dtype = whole_dtype
         self._max_context = max_context
+        self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = cpu_kernels(layout.head_dim)
         self._room: Tensor | None = None
         tiers = config.resolved_tiers
@@ -87,7 +91,9 @@ class CompressedBackend:
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
-        return CompressedCache(self.layout, self._whole_dtype, self.frames, num_blocks, self.arenas, prefix)
+        return CompressedCache(
+            self.layout, self._whole_dtype, self.frames, num_blocks, self.arenas, prefix, self._background
+        )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """See `CacheBackend.probe_tokens`: the question, just before a chunk is judged."""

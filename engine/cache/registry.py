@@ -27,6 +27,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         budget.capacity_pages,
         arena_tokens=budget.arena_tokens,
         num_arenas=budget.num_arenas,
+        overlaps_compression=budget.overlaps_compression,
         max_context=model.config.max_context,
         dtype=model.dtype,
         whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,

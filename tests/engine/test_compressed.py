@@ -45,6 +45,7 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
         (KVCacheConfig("sparse", streaming=False), 0, {"max_sequences": 3}),
         (KVCacheConfig("sparse", chunk_size=32, recent_tokens=32, delay=2, warmup_tokens=4), 130, {}),
         (KVCacheConfig("sparse", delay=0, chunk_size=64, budget="uniform"), 64, {"step_tokens": 50}),
+        (KVCacheConfig("sparse", chunk_size=64), 130, {"overlap_compression": True}),
     ],
 )
 def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, shared, changes):
@@ -58,13 +59,15 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     assert tokens(make_llm(model, cache, **changes), requests) == tokens(full, requests)
 
 
-def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, overlap):
+    changes = {"overlap_compression": overlap}
     prefix = prompts((130,))[0]
     requests = [Request(i, prefix + p, LONG) for i, p in enumerate(prompts(LENGTHS))]
-    together = tokens(make_llm(model, LOSSY), requests)
-    alone = [tokens(make_llm(model, LOSSY, step_tokens=48), [request])[0] for request in requests]
+    together = tokens(make_llm(model, LOSSY, **changes), requests)
+    alone = [tokens(make_llm(model, LOSSY, step_tokens=48, **changes), [request])[0] for request in requests]
     shared = [replace(request, prefix_tokens=130) for request in requests]
-    assert together == alone == tokens(make_llm(model, LOSSY, max_sequences=4), shared)
+    assert together == alone == tokens(make_llm(model, LOSSY, max_sequences=4, **changes), shared)
 
 
 def test_memory_is_given_back_and_reported_as_it_is(model):

@@ -8,11 +8,11 @@ import torch
 from engine import LLM, Request
 from engine.models import load_model
 from kvcache.config import KVCacheConfig, Tier
-from kvcache.frames import PageStore
-from kvcache.page_format import UNIT_BYTES
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts, run
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 QUANTISED = KVCacheConfig("sparse+quant", keep_ratio=0.3, quant_bits=4, chunk_size=64, recent_tokens=32)
 WHOLE = KVCacheConfig("sparse", keep_ratio=0.3, chunk_size=64, recent_tokens=32)
@@ -24,19 +24,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=4096)
     return load_model(path, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Overwrite released pages with what is NaN in every float format."""
-    release = PageStore.release
-
-    def poison(store, page_format, addresses):
-        release(store, page_format, addresses)
-        nothing = torch.full((addresses.numel(), page_format.page_units * UNIT_BYTES), 255, dtype=torch.uint8)
-        store.pool.write(addresses.flatten(), nothing)
-
-    monkeypatch.setattr(PageStore, "release", poison)
 
 
 def after_each_step(llm: LLM, look) -> None:
