@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import BudgetError
+from engine.overlap import overlaps_compression
 from kvcache.layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ ARENA_RATIO = 0.25
 class Budget:
     """What the byte budget was divided into. `capacity_pages` is what rows may hold at once.
 
-    Arenas are for compressing policies: `num_arenas` sequences of `arena_tokens` tokens are in prefill at once.
+    Arenas are for compressing policies: `num_arenas` sequences of `arena_tokens` tokens are in prefill at once. Where
+    compression runs beside the model (`overlaps_compression`), they hold one chunk more.
     """
 
     layout: CacheLayout | CompressedLayout
@@ -36,6 +38,7 @@ class Budget:
     capacity_pages: int
     arena_tokens: int = 0
     num_arenas: int = 0
+    overlaps_compression: bool = False
 
 
 def cache_layout(
@@ -51,11 +54,14 @@ def cache_layout(
     return CompressedLayout(*shape, whole_bytes, config.cache)
 
 
-def divide_budget(model: ModelConfig, config: EngineConfig, element_bytes: int) -> Budget:
+def divide_budget(
+    model: ModelConfig, config: EngineConfig, element_bytes: int, device: str = "cpu"
+) -> Budget:
     """Divide `config.memory_budget_bytes` between step workspace and page pool.
 
     Args:
         element_bytes: bytes of one element of weights, activations and cache.
+        device: where all of it lies.
 
     Raises:
         BudgetError: The budget does not hold the smallest step and one page of every lane.
@@ -76,7 +82,8 @@ def divide_budget(model: ModelConfig, config: EngineConfig, element_bytes: int) 
     )
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
     workspace_bytes = workspace_tokens * token_bytes + max_sequences * 4 * model.vocab_size
-    arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens)
+    overlaps = overlaps_compression(config, device)
+    arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens, overlaps)
     pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - arena_bytes)
     if pages < layout.sequence_pages(1):
         raise BudgetError(
@@ -86,7 +93,9 @@ def divide_budget(model: ModelConfig, config: EngineConfig, element_bytes: int) 
         )
     if config.pool_pages is not None:
         pages = min(pages, config.pool_pages)
-    return Budget(layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas)
+    return Budget(
+        layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas, overlaps
+    )
 
 
 def _reconstruction_tokens(config: EngineConfig) -> int:
@@ -101,13 +110,17 @@ def _reconstruction_tokens(config: EngineConfig) -> int:
 
 
 def _arenas(
-    model: ModelConfig, layout: CacheLayout | CompressedLayout, config: EngineConfig, step_tokens: int
+    model: ModelConfig,
+    layout: CacheLayout | CompressedLayout,
+    config: EngineConfig,
+    step_tokens: int,
+    overlaps: bool,
 ) -> tuple[int, int, int]:
     """Return tokens and number of arenas, and the bytes of all: enough to fill a step, and one for a prefix."""
     cache = config.cache
     if not cache.compresses:
         return 0, 0, 0
-    tokens = layout.arena_tokens if cache.streaming else model.max_context
+    tokens = layout.arena_tokens + overlaps * cache.chunk_size if cache.streaming else model.max_context
     wanted = -(-step_tokens // cache.chunk_size) + 1
     affordable = int(config.memory_budget_bytes * ARENA_RATIO) // layout.arena_bytes(tokens)
     num = max(2, min(wanted, affordable))

@@ -46,7 +46,7 @@ _WORDS = """
     total toward town trade train tree true turn two type under unit until up upon use value very village voice volume
     wait wall warm warning watch water way week well west what wheel when where which while white whole wide will wind
     window winter with within without wood word work world would write year yellow yes yet young zero
-""".split()
+""".split()  # noqa: SIM905
 
 
 def calibration_text() -> str:

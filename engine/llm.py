@@ -38,7 +38,7 @@ class LLM:
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
         self.model = model
         self.decode = decode
-        self.budget = divide_budget(model.config, config, model.dtype.itemsize)
+        self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
         self.runner = Runner(model, self.cache)
         self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
@@ -109,8 +109,7 @@ class LLM:
                 if problem:
                     yield self._failure(request, problem)
                     continue
-                pages = self.budget.layout.sequence_pages(request.max_tokens, request.prefix_tokens)
-                self.scheduler.add(Sequence(request, pages))
+                self.scheduler.add(Sequence(request, self._pages(request)))
             if not self._admit():
                 return
 
@@ -148,15 +147,18 @@ class LLM:
         if unknown is not None:
             return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
         layout, shared = self.budget.layout, request.prefix_tokens
-        pages = layout.sequence_pages(request.max_tokens, shared) + (
-            layout.sequence_pages(shared) if shared else 0
-        )
+        pages = self._pages(request) + (layout.sequence_pages(shared) if shared else 0)
         if pages > self.cache.num_blocks:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
                 f"cache, the pool has {self.cache.allocated_bytes:,}"
             )
         return None
+
+    def _pages(self, request: Request) -> int:
+        return self.budget.layout.sequence_pages(
+            request.max_tokens, request.prefix_tokens, request.sampling.max_new_tokens
+        )
 
     def _step(self, plan) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""

@@ -97,11 +97,12 @@ class CacheSection(Section):
     )
     warmup_tokens: int | None = None  # first tokens kept whole
     recent_tokens: int | None = None  # newest tokens kept whole
+    tail_tokens: int | None = None  # tokens before these at the prompt's end, none of which is dropped
     chunk_size: int | None = None  # tokens judged at once
     delay: int | None = None  # chunks that follow before one is judged
     scorer: str | None = None
     probe: bool | None = None  # let the question look at each chunk before it is judged
-    budget: Literal["global", "per_head", "uniform", "layered"] | None = None
+    budget: Literal["calibrated", "global", "per_head", "uniform", "layered"] | None = None
     floor_ratio: float | None = None
     layer_budget: tuple[float, ...] | None = None  # with budget layered: a weight for every layer
     streaming: bool | None = None  # false: judge once, at the end of the prompt

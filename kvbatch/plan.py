@@ -172,12 +172,13 @@ class Planner:
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""
         layout = self._budget.layout
-        total = prompt.num_tokens + self._job.generation.max_new_tokens
+        new_tokens = self._job.generation.max_new_tokens
+        total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
         message = prompt.message
         if prompt.runs:
-            pages = layout.sequence_pages(total, prompt.prefix_tokens)
+            pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)
             row["predicted_kv_bytes"] = pages * layout.page_bytes
             if pages + self._prefix_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"

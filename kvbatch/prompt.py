@@ -112,6 +112,13 @@ class PromptBuilder:
         """What asks the model to repeat the text before it."""
         return self._tokens.markup(REPEAT)
 
+    @property
+    def calibration_ids(self) -> list[int]:
+        """What the engine calibrates the model on."""
+        from engine.calibration import calibration_text
+
+        return self._tokens.markup(calibration_text())
+
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one document; see `build_batch`."""
         return self.build_batch([document], max_prompt_tokens, policy)[0]

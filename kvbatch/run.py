@@ -241,8 +241,9 @@ def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> 
             max_sequences=job.engine.max_sequences,
             cache=job.cache.policy,
             repeat_token_ids=tuple(builder.repeat_ids),
+            calibration_token_ids=tuple(builder.calibration_ids),
         )
-        return config, divide_budget(model.config, config, model.dtype.itemsize)
+        return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
         raise JobFileError(f"engine.memory_budget: {error}") from error
 

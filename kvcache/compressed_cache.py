@@ -6,20 +6,31 @@ keeps what the budget gave it:
     sinks    the first tokens, whole
     tiers    survivors; a tier of fewer bits gathers 64 of them whole (`pending`) before it quantises a page
     recent   the newest tokens, whole
+
+Where the policy drops tokens, the tiers stop growing with the prompt: in decode a page that fills takes the place of
+the one of its lane and tier that was attended longest ago.
 """
+
+from concurrent.futures import Future, wait
 
 import torch
 from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
+from kvcache.background import BackgroundCompressor
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
-from kvcache.compressors.budget import assign_tiers
+from kvcache.compression import TierShare, close_page, compress
+from kvcache.compressors.lane_shares import LaneShares
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
 from kvcache.monitoring import LaneUsage
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
-from kvcache.quant import quantise_pages
+from kvcache.tier_list import TierList
+
+# A page was attended in a decode step if one of its tokens received so many times the attention that each of its
+# lane's tokens would receive if all received the same.
+ATTENDED_FACTOR = 8
 
 
 class CompressedCache:
@@ -33,6 +44,8 @@ class CompressedCache:
         arenas: where the arena comes from.
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
             everything else is copied.
+        background: where chunks are compressed while the model goes on; None: at once.
+        lane_shares: what each lane needs, for budget `calibrated`.
     """
 
     def __init__(
@@ -43,16 +56,24 @@ class CompressedCache:
         num_frames: int,
         arenas: ArenaPool,
         prefix: "CompressedCache | None" = None,
+        background: BackgroundCompressor | None = None,
+        lane_shares: LaneShares | None = None,
     ):
         self.layout = layout
         self._whole_dtype = whole_dtype
         self.store = PageStore(frames, num_frames)
         self.arena: Arena | None = Arena(arenas)
         self.num_tokens = 0  # ever cached, kept or not
+        self._background = background
+        self._lane_shares = lane_shares
+        self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]
-            self.tiers = [self._list(page_format) for page_format in layout.tiers]
+            self.tiers = [
+                TierList(self.store, page_format, layout.num_lanes, whole_dtype)
+                for page_format in layout.tiers
+            ]
         else:
             assert prefix.arena is not None, "only a cache in prefill can be a prefix"
             self.store.share(prefix.store)
@@ -65,7 +86,7 @@ class CompressedCache:
             ]
             self.arena.copy_from(prefix.arena)
             self.num_tokens = prefix.num_tokens
-        self.recent_scores = torch.zeros(layout.num_lanes, 0)
+            self._leaving = prefix._leaving  # each puts the outcome into pages of its own when its time comes
 
     @property
     def lists(self) -> list[PageList]:
@@ -107,48 +128,68 @@ class CompressedCache:
         size = self.layout.config.chunk_size
         return size - self.num_tokens % size
 
-    def extend(self, num_tokens: int) -> None:
-        """Count prompt tokens that all layers have written to the arena."""
+    def extend(self, num_tokens: int, *, prompt_ends: bool) -> None:
+        """Count prompt tokens that all layers have written to the arena.
+
+        A chunk that was compressed in the background leaves the arena when the next chunk is complete: until then it
+        is attended there, whenever the outcome may be ready.
+        """
         self.arena.extend(num_tokens)
         self.num_tokens += num_tokens
+        config = self.layout.config
+        if prompt_ends or (config.streaming and self.num_tokens % config.chunk_size == 0):
+            self._await_chunk()
 
     def num_due(self, *, prompt_ends: bool) -> int:
         """Return how many of the arena's oldest tokens have seen what follows them: these need their scores now."""
         if prompt_ends:
-            return self.arena.length
+            return max(0, self.arena.length - self.layout.config.recent_tokens)
         config = self.layout.config
         is_full = config.streaming and self.arena.length >= (config.delay + 1) * config.chunk_size
-        return config.chunk_size if is_full else 0
+        return config.chunk_size if is_full and not self._leaving else 0
 
     def compress(self, *, prompt_ends: bool) -> None:
         """Move the chunk that is old enough to pages, and at the prompt's end everything else."""
         due = self.num_due(prompt_ends=False)
-        if due:
+        if due and self._background:
+            scores, keys, values = self._judged(due)
+            self._leaving = self._background.submit(
+                self.layout, scores.clone(), keys, values, self.pending, self._lane_shares
+            )
+        elif due:
             self._compress_arena(due)
         if prompt_ends:
+            self._await_chunk()
             self._leave_arena()
 
     def count_decoded(self) -> None:
-        """Count a decoded token that all layers have written to the open pages; compress these when they are full."""
+        """Count a decoded token that all layers have written to the open pages; compress these when they are full.
+
+        Nothing is dropped there, since the newest tokens are what most heads look at. Where pages may grow, they go to
+        the best tier; where each takes the place of another, to the last one.
+        """
         self.num_tokens += 1
         if int(self.recent.lengths[0]) < self.layout.config.recent_tokens + TIER_PAGE_TOKENS:
             return
         _, keys, values = self.recent.take_front(torch.full_like(self.recent.lengths, TIER_PAGE_TOKENS))
-        scores = self._grown_scores()
-        self.recent_scores = scores[:, TIER_PAGE_TOKENS:]
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)
-        self._admit(scores[:, :TIER_PAGE_TOKENS], keys.view(shape), values.view(shape))
+        tier = self.tiers[-1 if self.layout.config.drops else 0]
+        self._append(tier, close_page(self.layout, tier.format, keys.view(shape), values.view(shape)))
 
-    def note_attention(self, layer: int, weights: Tensor) -> None:
-        """Keep the largest attention `[KVH, n]` that one layer's open-page tokens received in decode."""
-        grown = self._grown_scores(weights.shape[1])
-        heads = self.layout.num_kv_heads
-        rows = grown[layer * heads : (layer + 1) * heads, : weights.shape[1]]
-        torch.maximum(rows, weights, out=rows)
-        self.recent_scores = grown
+    def note_attention(self, pages: Tensor) -> None:
+        """Remember what a decode step looked at: the largest attention in each page, `[lanes, pages of all lists]`."""
+        num_tokens = sum(part.lengths for part in self.lists)
+        attended = (pages >= ATTENDED_FACTOR / num_tokens[:, None]).split(
+            [part.addresses.shape[1] for part in self.lists], 1
+        )
+        for tier, seen in zip(self.tiers, attended[1:], strict=False):  # the sinks are first
+            tier.note_attention(seen)
 
     def free(self) -> None:
         """Give frames and arena back."""
+        if self._leaving:
+            wait([self._leaving])  # it reads both
+            self._leaving = None
         self.store.free()
         if self.arena:
             self.arena.free()
@@ -157,88 +198,72 @@ class CompressedCache:
     def _list(self, page_format: PageFormat) -> PageList:
         return PageList(self.store, page_format, self.layout.num_lanes, self._whole_dtype)
 
-    def _grown_scores(self, width: int = 0) -> Tensor:
-        width = max(width, int(self.recent.lengths.max()), TIER_PAGE_TOKENS)
-        missing = width - self.recent_scores.shape[1]
-        if missing <= 0:
-            return self.recent_scores
-        return torch.cat([self.recent_scores, torch.zeros(self.layout.num_lanes, missing)], 1)
+    def _await_chunk(self) -> None:
+        """Put the chunk that was compressed in the background into pages, if there is one."""
+        if self._leaving:
+            shares, self._leaving = self._leaving.result(), None
+            self._leave(self.layout.config.chunk_size, shares)
 
-    def _compress_arena(self, num_tokens: int) -> None:
+    def _compress_arena(self, num_tokens: int, *, keep_all: bool = False) -> None:
         """Judge the oldest tokens of the arena and move them to pages."""
-        arena = self.arena
-        first = self.num_tokens - arena.length  # position of the arena's first token
-        sinks = min(max(self.layout.config.warmup_tokens - first, 0), num_tokens)
-        keys, values = (
-            arena.keys[:, :, :num_tokens].flatten(0, 1),
-            arena.values[:, :, :num_tokens].flatten(0, 1),
+        judged = self._judged(num_tokens)
+        shares = compress(self.layout, *judged, self.pending, self._lane_shares, keep_all=keep_all)
+        self._leave(num_tokens, shares)
+
+    def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores `[lanes, n]`, keys and values `[lanes, n, D]` of the arena's oldest tokens, sinks left out."""
+        arena, sinks = self.arena, self._num_sinks(num_tokens)
+        return tuple(
+            x[:, :, sinks:num_tokens].flatten(0, 1) for x in (arena.scores, arena.keys, arena.values)
         )
-        if sinks:
-            self._append_all(self.sinks, keys[:, :sinks], values[:, :sinks])
-        self._admit(arena.scores[:, :, sinks:num_tokens].flatten(0, 1), keys[:, sinks:], values[:, sinks:])
+
+    def _num_sinks(self, num_tokens: int) -> int:
+        """Return how many of the arena's oldest tokens are sinks."""
+        first = self.num_tokens - self.arena.length  # position of the arena's first token
+        return min(max(self.layout.config.warmup_tokens - first, 0), num_tokens)
+
+    def _leave(self, num_tokens: int, shares: list[TierShare]) -> None:
+        """Move the oldest tokens of the arena to pages."""
+        arena, sinks = self.arena, self._num_sinks(num_tokens)
+        self._append_all(self.sinks, *(x[:, :, :sinks].flatten(0, 1) for x in (arena.keys, arena.values)))
+        self._take(shares)
         arena.drop_front(num_tokens)
 
     def _leave_arena(self) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
         arena, config = self.arena, self.layout.config
-        older = max(0, arena.length - config.recent_tokens)
-        first = self.num_tokens - arena.length
-        older = max(older, min(arena.length, config.warmup_tokens - first))
-        if older:
-            self._compress_arena(older)
+        older = max(arena.length - config.recent_tokens, self._num_sinks(arena.length))  # [0, older) leaves
+        tail = min(config.tail_tokens, older)
+        if older > tail:
+            self._compress_arena(older - tail)
+        if tail:
+            self._compress_arena(tail, keep_all=True)
         self._append_all(
             self.recent,
             arena.keys[:, :, : arena.length].flatten(0, 1),
             arena.values[:, :, : arena.length].flatten(0, 1),
         )
-        self.recent_scores = arena.scores[:, :, : arena.length].flatten(0, 1).clone()
         arena.free()
         self.arena = None
 
-    def _admit(
-        self,
-        scores: Tensor,  # [lanes, C]
-        keys: Tensor,  # [lanes, C, D]
-        values: Tensor,  # [lanes, C, D]
-    ) -> None:
-        """Give each token its tier, drop the rest, and quantise the pages that became full."""
-        layout, config = self.layout, self.layout.config
-        if not scores.shape[1]:
-            return
-        tiers = assign_tiers(
-            scores.view(layout.num_layers, layout.num_kv_heads, -1),
-            tuple(tier.ratio for tier in config.resolved_tiers),
-            config.budget,
-            config.floor_ratio,
-            config.layer_budget,
-        ).flatten(0, 1)
-        for number, (pending, tier) in enumerate(zip(self.pending, self.tiers, strict=True)):
-            lanes, tokens = (tiers == number).nonzero(as_tuple=True)
-            if not len(lanes):
-                continue
-            if tier.format == layout.whole:
-                tier.append_rows(lanes, keys[lanes, tokens], values[lanes, tokens])
-                continue
-            self._quantise(pending, tier, lanes, keys[lanes, tokens], values[lanes, tokens])
+    def _take(self, shares: list[TierShare]) -> None:
+        """Put judged tokens into the pages of their tiers, or among those that wait for the next page."""
+        for pending, tier, share in zip(self.pending, self.tiers, shares, strict=True):
+            self._append(tier, share)
+            if tier.format != self.layout.whole:
+                pending.clear()
+                pending.append_rows(share.lanes, share.keys, share.values)
 
-    def _quantise(
-        self, pending: PageList, tier: PageList, lanes: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """Join tokens `[N]` to those pending in their lanes; write full pages to the tier, keep the rest pending."""
-        held_lanes, held_keys, held_values = pending.take_all()
-        lanes = torch.cat([held_lanes, lanes])
-        order = lanes.argsort(stable=True)
-        lanes = lanes[order]
-        keys = torch.cat([held_keys.to(keys.dtype), keys])[order]
-        values = torch.cat([held_values.to(values.dtype), values])[order]
-        size = tier.format.page_tokens
-        lengths = torch.bincount(lanes, minlength=self.layout.num_lanes)
-        rank = torch.arange(len(lanes)) - (lengths.cumsum(0) - lengths)[lanes]
-        full = rank < (lengths // size * size)[lanes]
-        if bool(full.any()):
-            paged = (x[full].float().unflatten(0, (-1, size)) for x in (keys, values))
-            tier.append_pages(lanes[full][::size], quantise_pages(*paged, tier.format))
-        pending.append_rows(lanes[~full], keys[~full], values[~full])
+    def _append(self, tier: TierList, share: TierShare) -> None:
+        """Put tokens into a tier's pages; where nothing may grow, old pages make room."""
+        whole = tier.format == self.layout.whole
+        if self.arena is None and self.layout.config.drops:
+            lanes = share.lanes if whole else share.page_lanes.repeat_interleave(TIER_PAGE_TOKENS)
+            tier.make_room(torch.bincount(lanes, minlength=self.layout.num_lanes))
+        if whole:
+            tier.append_rows(share.lanes, share.keys, share.values)
+        else:
+            tier.append_pages(share.page_lanes, share.pages)
 
     def _append_all(self, part: PageList, keys: Tensor, values: Tensor) -> None:
         """Append the same number of tokens `[lanes, n, D]` to every lane."""

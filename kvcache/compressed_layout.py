@@ -71,34 +71,73 @@ class CompressedLayout:
         """Bytes of an arena of that many tokens, scores included."""
         return num_tokens * (self.token_bytes + 4 * self.num_lanes)
 
-    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0) -> int:
-        """Return the most frames that a sequence of `num_tokens` ever holds; a shared prefix saves none of them."""
+    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
+        """Return the most frames that a sequence ever holds.
+
+        Args:
+            num_tokens: of prompt and answer.
+            shared_tokens: of these, those cached elsewhere; they save no frames.
+            new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
+        """
         config = self.config
-        whole_pages = self.num_lanes * (
-            -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
-            + -(-(config.recent_tokens + TIER_PAGE_TOKENS) // WHOLE_PAGE_TOKENS)
-        )
+        prompt_tokens = num_tokens - new_tokens
+        dropped_ratio = max(0.0, 1 - sum(tier.ratio for tier in config.resolved_tiers))
+        last = len(self.tiers) - 1
+        whole_pages = self._whole_lane_pages(prompt_tokens) * self.num_lanes
         frames = 0
-        for tier, page_format in zip(config.resolved_tiers, self.tiers, strict=True):
-            # rounding gives a chunk at most one token more than its share
-            num_chunks = -(-num_tokens // min(config.chunk_size, TIER_PAGE_TOKENS)) + 1
-            kept = min(
-                num_tokens * self.num_lanes, int(tier.ratio * num_tokens * self.num_lanes) + num_chunks
-            )
+        for number, (tier, page_format) in enumerate(zip(config.resolved_tiers, self.tiers, strict=True)):
+            kept = self._kept_tokens(tier.ratio, prompt_tokens)
+            if number < last:  # filled up at the prompt's end
+                kept += self.num_lanes * TIER_PAGE_TOKENS
+            else:  # takes what of the tail would be dropped, and in decode a first page of lanes that have none
+                kept += int(dropped_ratio * min(config.tail_tokens, prompt_tokens) * self.num_lanes)
+                kept += self.num_lanes * TIER_PAGE_TOKENS * config.drops
+            if number == 0 and not config.drops:
+                kept += self.num_lanes * new_tokens
+            full_pages = min(kept, self.num_lanes * num_tokens) // page_format.page_tokens
             if page_format == self.whole:
-                whole_pages += kept // WHOLE_PAGE_TOKENS + self.num_lanes
+                whole_pages += full_pages + self.num_lanes
             else:
-                whole_pages += self.num_lanes * (TIER_PAGE_TOKENS // WHOLE_PAGE_TOKENS)
-                frames += self._frames(kept // TIER_PAGE_TOKENS, page_format)
+                frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
 
-    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
+    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
         """Return the bytes of `sequence_pages`."""
-        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
+        return self.sequence_pages(num_tokens, shared_tokens, new_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many whole frames fit into `num_bytes`."""
         return num_bytes // self.page_bytes
+
+    def _whole_lane_pages(self, prompt_tokens: int) -> int:
+        """Return the most pages of a lane that hold sinks, pending and recent tokens."""
+        config = self.config
+        num_tiers = sum(tier != self.whole for tier in self.tiers)
+        sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
+        recent = -(-(config.recent_tokens + TIER_PAGE_TOKENS) // WHOLE_PAGE_TOKENS)
+        pending = TIER_PAGE_TOKENS // WHOLE_PAGE_TOKENS
+        in_prefill, in_decode = sinks + num_tiers * pending, sinks + recent + num_tiers * pending
+        # The tail fills up all tiers but the last, if there is enough of it.
+        arena_tokens = config.delay * config.chunk_size if config.streaming else prompt_tokens
+        tail = min(
+            config.tail_tokens, min(prompt_tokens - config.warmup_tokens, arena_tokens) - config.recent_tokens
+        )
+        if tail >= (num_tiers - 1) * (TIER_PAGE_TOKENS - 1):
+            in_decode -= max(0, num_tiers - 1) * pending
+        return max(in_prefill, in_decode)
+
+    def _kept_tokens(self, ratio: float, num_tokens: int) -> int:
+        """Return the most tokens of all lanes that a tier takes of so many in each."""
+        config = self.config
+        # Shares are rounded in every chunk, for all lanes at once, for a layer's or for each lane.
+        rounded_apart = {"calibrated": 1, "global": 1, "per_head": self.num_layers}.get(
+            config.budget, self.num_lanes
+        )
+        num_chunks = -(-num_tokens // min(config.chunk_size, TIER_PAGE_TOKENS)) + 1
+        return min(
+            num_tokens * self.num_lanes,
+            int(ratio * num_tokens * self.num_lanes) + num_chunks * rounded_apart,
+        )
 
     def _frames(self, num_pages: int, page_format: PageFormat) -> int:
         return -(-num_pages // (self.page_bytes // page_format.page_bytes))

@@ -29,6 +29,7 @@ class KVCacheConfig:
             mean nothing.
         warmup_tokens: first tokens kept whole (attention sinks).
         recent_tokens: newest tokens kept whole.
+        tail_tokens: tokens before these at the prompt's end of which none is dropped: what most heads look at is near.
         chunk_size: tokens judged at once.
         delay: whole chunks that must follow before a chunk is judged.
         scorer: what makes a token important (`kvcache.compressors.registry`).
@@ -50,11 +51,12 @@ class KVCacheConfig:
     tiers: tuple[Tier, ...] = ()
     warmup_tokens: int = 16
     recent_tokens: int = 64
+    tail_tokens: int = 256
     chunk_size: int = 256
     delay: int = 1
     scorer: str = "attention_max"
     probe: bool = True
-    budget: str = "global"
+    budget: str = "calibrated"
     floor_ratio: float = 0.1
     layer_budget: tuple[float, ...] | None = None
     streaming: bool = True
@@ -79,6 +81,16 @@ class KVCacheConfig:
     def resolved_tiers(self) -> tuple[Tier, ...]:
         """The tiers, or the one that keep_ratio and quant_bits amount to."""
         return self.tiers or (Tier(self.keep_ratio, *self.bits),)
+
+    @property
+    def drops(self) -> bool:
+        """Whether some tokens are not kept at all."""
+        return self.compresses and sum(tier.ratio for tier in self.resolved_tiers) < 1 - 1e-9
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it must be known what each lane of the model needs."""
+        return self.judges and self.budget == "calibrated"
 
     @property
     def quantises(self) -> bool:
@@ -155,7 +167,7 @@ class KVCacheConfig:
                 f"whole keys with {v}-bit values are not supported; use 8 bits for keys",
             )
             yield 0 < tier.ratio <= 1, f"a tier's ratio must be in (0, 1], not {tier.ratio}"
-        for name in ("warmup_tokens", "recent_tokens", "delay"):
+        for name in ("warmup_tokens", "recent_tokens", "tail_tokens", "delay"):
             yield getattr(self, name) >= 0, f"{name} must not be negative"
         yield (
             self.recent_tokens % 16 == 0,

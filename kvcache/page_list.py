@@ -106,17 +106,19 @@ class PageList:
         self._store.release(self.format, taken)
         return lanes.repeat_interleave(size), keys.flatten(0, 1), values.flatten(0, 1)
 
-    def take_all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Remove every token; results as of `take_front`."""
+    def read_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every token of a list kept whole: lanes `[N]` ascending, keys and values `[N, D]`."""
         lanes, places = (self.addresses >= 0).nonzero(as_tuple=True)
-        taken = self.addresses[lanes, places]
-        keys, values = self.read_whole(taken)
+        keys, values = self.read_whole(self.addresses[lanes, places])
         valid = torch.arange(self.format.page_tokens) < self.counts[lanes, places][:, None]
-        if len(taken):
-            self._store.release(self.format, taken)
-        lanes = lanes.repeat_interleave(valid.sum(1))
+        return lanes.repeat_interleave(valid.sum(1)), keys[valid], values[valid]
+
+    def clear(self) -> None:
+        """Remove every token."""
+        held = self.addresses[self.addresses >= 0]
+        if len(held):
+            self._store.release(self.format, held)
         self.addresses, self.lengths = self.addresses[:, :0], torch.zeros_like(self.lengths)
-        return lanes, keys[valid], values[valid]
 
     def read_whole(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole pages, each `[*addresses.shape, page_tokens, D]`."""
@@ -127,7 +129,7 @@ class PageList:
 
     def clone_into(self, store: PageStore, *, share: bool) -> "PageList":
         """Return the same list for another sequence: the same pages if `share`, else copies of them."""
-        other = PageList(store, self.format, len(self.lengths), self._dtype)
+        other = type(self)(store, self.format, len(self.lengths), self._dtype)
         if share:
             other.addresses, other.lengths = self.addresses, self.lengths
             return other

@@ -57,7 +57,9 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
     # As in a job, the pool is as large as the work needs, and never larger than the budget.
     layout = cache_layout(model.config, config, dtype.itemsize)
-    needed = sum(layout.sequence_pages(len(prompt) + args.max_new) for prompt in prompts)
+    needed = sum(
+        layout.sequence_pages(len(prompt) + args.max_new, new_tokens=args.max_new) for prompt in prompts
+    )
     config = replace(config, pool_pages=needed)
     llm = LLM(model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True)))
 

@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from engine import LLM, EngineConfig, Request, SamplingParams
+from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from engine.sequence import Sequence
@@ -110,6 +111,7 @@ class Reader:
             step_tokens=args.step_tokens,
             cache=config,
             repeat_token_ids=tuple(tokenizer.encode(REPEAT, add_special_tokens=False)),
+            calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
         )
         self.llm = LLM(model, engine, Detokenizer(tokenizer))
 

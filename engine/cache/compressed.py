@@ -10,9 +10,11 @@ from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.arena import ArenaPool
+from kvcache.background import BackgroundCompressor
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.compressors.base import Scorer
+from kvcache.compressors.lane_shares import LaneShares
 from kvcache.compressors.registry import get_scorer
 from kvcache.frames import FramePool
 from kvcache.kernels.page_table import PageTable
@@ -26,8 +28,10 @@ class CompressedBackend:
     Args:
         arena_tokens: size of an arena; what an eviction in one go at the prompt's end needs is the whole prompt.
         num_arenas: the most sequences in prefill at once.
+        overlaps_compression: compress in the background; arenas must hold one chunk more.
         max_context: positions the model has.
         repeat_token_ids: see `EngineConfig`.
+        lane_shares: what each lane needs, for budget `calibrated`.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class CompressedBackend:
         *,
         arena_tokens: int,
         num_arenas: int,
+        overlaps_compression: bool = False,
         max_context: int,
         repeat_token_ids: tuple[int, ...],
+        lane_shares: LaneShares | None,
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
         device: torch.device,
@@ -58,6 +64,8 @@ class CompressedBackend:
         self._whole_dtype = whole_dtype
         self._max_context = max_context
         self._repeat_token_ids = list(repeat_token_ids)
+        self._lane_shares = lane_shares
+        self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = cpu_kernels(layout.head_dim)
         self._room: Tensor | None = None
         self.scorer = get_scorer(config.scorer) if config.judges else None
@@ -97,7 +105,16 @@ class CompressedBackend:
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
-        return CompressedCache(self.layout, self._whole_dtype, self.frames, num_blocks, self.arenas, prefix)
+        return CompressedCache(
+            self.layout,
+            self._whole_dtype,
+            self.frames,
+            num_blocks,
+            self.arenas,
+            prefix,
+            self._background,
+            self._lane_shares,
+        )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """See `CacheBackend.probe_tokens`: the question, just before a chunk is judged."""
@@ -151,8 +168,7 @@ class CompressedBackend:
         key_slots, value_slots = (torch.stack(x, 1) for x in zip(*slots, strict=True))  # [lanes, B, D / 16]
         table = PageTable.of(self.frames.slab, [cache.page_lists for cache in caches])
         write = caches[0].recent.write_pieces
-        # The open pages' tokens are the last of each lane; all layers see the same number of them.
-        windows = [torch.arange(-int(cache.recent.lengths[0]), 0) for cache in caches]
+        seen: list[Tensor] = []
 
         def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lanes = self._lanes(layer)
@@ -163,16 +179,28 @@ class CompressedBackend:
                 q,
                 pages,
                 scale=q.shape[2] ** -0.5,
-                want_largest=self.scorer is not None,
+                want_largest=self.layout.config.drops,
                 num_threads=torch.get_num_threads(),
             )
             if largest is not None:
-                ends = pages.tokens.view(-1).cumsum(0).view(len(caches), -1)
-                for cache, end, window in zip(caches, ends, windows, strict=True):
-                    cache.note_attention(layer, largest[end[:, None] + window])
+                seen.append(largest)
+                if len(seen) == self.layout.num_layers:  # all at once: a sequence has few tokens in a layer
+                    self._note_attention(caches, table, torch.cat(seen))
             return out
 
         return decode
+
+    def _note_attention(self, caches: list[CompressedCache], table: PageTable, largest: Tensor) -> None:
+        """Tell sequences what a decode step looked at: `largest` of all layers, behind each other."""
+        num_layers, num_lanes = self.layout.num_layers, self.layout.num_lanes
+        widths = table.num_pages[:, 0].tolist()
+        parts = table.counts.split([width * num_lanes for width in widths])
+        counts = torch.cat([part.view(num_layers, -1) for part in parts], 1).long()
+        # 980,000 tokens in 20,000 pages take 2.3 ms on one core, a scattered maximum 4.5 ms
+        maxima = torch.segment_reduce(largest, "max", lengths=counts.flatten(), unsafe=True).view_as(counts)
+        of_sequence = maxima.split([part.numel() // num_layers for part in parts], 1)
+        for cache, part in zip(caches, of_sequence, strict=True):
+            cache.note_attention(part.reshape(num_lanes, -1))
 
     def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
         """Return a function that gives one layer's pages."""
@@ -211,7 +239,7 @@ class CompressedBackend:
             cache.count_decoded()
             return
         prompt_ends = prompt_ends and not sequence.is_prefix
-        cache.extend(num_tokens)
+        cache.extend(num_tokens, prompt_ends=prompt_ends)
         if self._reconstructs:
             self._reconstruct(sequence, cache.num_due(prompt_ends=prompt_ends), look_ahead)
         cache.compress(prompt_ends=prompt_ends)

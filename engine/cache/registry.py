@@ -21,14 +21,19 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
             attention=config.attention,
         )
     from engine.cache.compressed import CompressedBackend
+    from engine.calibration import calibrate
 
     return CompressedBackend(
         budget.layout,
         budget.capacity_pages,
         arena_tokens=budget.arena_tokens,
         num_arenas=budget.num_arenas,
+        overlaps_compression=budget.overlaps_compression,
         max_context=model.config.max_context,
         repeat_token_ids=config.repeat_token_ids,
+        lane_shares=calibrate(model, config.calibration_token_ids)
+        if config.cache.needs_calibration
+        else None,
         dtype=model.dtype,
         whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
         device=model.device,

@@ -9,7 +9,7 @@ import torch
 
 from engine import LLM, EngineConfig, Request
 from engine.models import load_model
-from kvcache import compressed_cache
+from kvcache import compression
 from kvcache.config import KVCacheConfig, Tier
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts, run
@@ -19,7 +19,9 @@ LENGTHS = (1, 63, 64, 65, 300, 700)
 LOSSY = KVCacheConfig(
     "sparse+quant", tiers=(Tier(0.3, 4, 4), Tier(0.3, 3, 2)), chunk_size=64, recent_tokens=32
 )
-KVZIP = KVCacheConfig("sparse", keep_ratio=0.3, scorer="kvzip", chunk_size=64, recent_tokens=32)
+KVZIP = KVCacheConfig(
+    "sparse", keep_ratio=0.3, scorer="kvzip", chunk_size=64, recent_tokens=32, tail_tokens=0
+)
 REPEAT = (7, 8, 9)  # stands for the words that ask for a repetition
 
 
@@ -49,6 +51,7 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
         (KVCacheConfig("sparse", chunk_size=32, recent_tokens=32, delay=2, warmup_tokens=4), 130, {}),
         (KVCacheConfig("sparse", delay=0, chunk_size=64, budget="uniform"), 64, {"step_tokens": 50}),
         (KVCacheConfig("sparse", tiers=(Tier(0.5, 16, 16),) * 2, scorer="kvzip", chunk_size=64), 130, {}),
+        (KVCacheConfig("sparse", chunk_size=64), 130, {"overlap_compression": True}),
     ],
 )
 def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, shared, changes):
@@ -63,22 +66,24 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
 
 
 @pytest.mark.parametrize(
-    "cache",
-    [LOSSY, replace(LOSSY, scorer="kvzip"), replace(LOSSY, scorer="kvzip", streaming=False)],
-    ids=["attention_max", "kvzip", "kvzip-at-the-end"],
+    ("cache", "changes"),
+    [
+        (LOSSY, {}),
+        (LOSSY, {"overlap_compression": True}),
+        (replace(LOSSY, budget="global"), {}),
+        (replace(LOSSY, scorer="kvzip"), {"overlap_compression": True}),
+        (replace(LOSSY, scorer="kvzip", streaming=False), {}),
+    ],
+    ids=["attention_max", "overlapped", "global", "kvzip", "kvzip-at-the-end"],
 )
-def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, cache):
+def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, cache, changes):
+    changes = {**changes, "repeat_token_ids": REPEAT}
     prefix = prompts((130,))[0]
     requests = [Request(i, prefix + p, LONG) for i, p in enumerate(prompts(LENGTHS))]
-    together = tokens(make_llm(model, cache, repeat_token_ids=REPEAT), requests)
-    alone = [
-        tokens(make_llm(model, cache, repeat_token_ids=REPEAT, step_tokens=48), [request])[0]
-        for request in requests
-    ]
+    together = tokens(make_llm(model, cache, **changes), requests)
+    alone = [tokens(make_llm(model, cache, step_tokens=48, **changes), [request])[0] for request in requests]
     shared = [replace(request, prefix_tokens=130) for request in requests]
-    assert (
-        together == alone == tokens(make_llm(model, cache, repeat_token_ids=REPEAT, max_sequences=4), shared)
-    )
+    assert together == alone == tokens(make_llm(model, cache, max_sequences=4, **changes), shared)
 
 
 def test_memory_is_given_back_and_reported_as_it_is(model):
@@ -157,11 +162,11 @@ def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, change
     row = prompts((length,))[0]
     seen = []
 
-    def assign(scores, *args, assign=compressed_cache.assign_tiers):
+    def assign(scores, *args, assign=compression.assign_tiers):
         seen.append(scores.clone())
         return assign(scores, *args)
 
-    monkeypatch.setattr(compressed_cache, "assign_tiers", assign)
+    monkeypatch.setattr(compression, "assign_tiers", assign)
     llm = make_llm(model, replace(KVZIP, **changes), repeat_token_ids=REPEAT)
     run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=1))])
 
@@ -169,8 +174,9 @@ def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, change
     plain = tiny_model("llama", max_position_embeddings=1024)
     plain.set_attn_implementation("eager")
     expected = torch.zeros(2, 2, len(read))
-    for start in range(0, length if changes else 64, 64):
-        repeated = [*REPEAT, *row[start : start + 64]]
+    end = length - 32 if changes else 64
+    for start in range(0, end, 64):
+        repeated = [*REPEAT, *row[start : min(start + 64, end)]]
         first = min(len(read), 1024 - len(repeated))
         positions = [*range(len(read)), *range(first, first + len(repeated))]
         with torch.no_grad():

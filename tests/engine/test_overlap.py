@@ -1,0 +1,154 @@
+"""Compression beside the model: what it gives depends on no timing, and what goes wrong in it is told."""
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import EngineConfig, Request
+from engine.budget import divide_budget
+from engine.models import load_model
+from kvcache import background
+from kvcache.background import BackgroundCompressor
+from kvcache.compressed_cache import CompressedCache
+from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.test_compressed import LOSSY, make_llm, tokens
+from tests.engine.test_llm import GREEDY, prompts
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+compress = background.compress
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny_model(path, "llama", max_position_embeddings=1024)
+    return load_model(path, dtype=torch.float32)
+
+
+@pytest.fixture
+def requests():
+    question = prompts((9,))[0]
+    rows = prompts((200, 900, 500))
+    return [Request(i, p, GREEDY, probe_token_ids=question) for i, p in enumerate(rows)]
+
+
+def slow(*arguments):
+    time.sleep(0.03)  # several steps of a tiny model
+    return compress(*arguments)
+
+
+def at_once(self, *arguments):
+    future = Future()
+    future.set_result(compress(*arguments))
+    return future
+
+
+def test_the_outcome_does_not_depend_on_when_it_is_ready(model, requests, monkeypatch):
+    def generated():
+        return tokens(make_llm(model, LOSSY, overlap_compression=True), requests)
+
+    expected = generated()
+    assert generated() == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "compress", slow)
+        assert generated() == expected
+    monkeypatch.setattr(BackgroundCompressor, "submit", at_once)
+    assert generated() == expected
+
+
+def test_a_chunk_is_judged_by_the_scores_it_had_when_it_was_handed_over(model, requests, monkeypatch):
+    at_hand_over, judged, later = [], [], []
+
+    def see(layout, scores, *rest):
+        time.sleep(0.03)
+        judged.append(scores.clone())
+        return compress(layout, scores, *rest)
+
+    submit, leave = BackgroundCompressor.submit, CompressedCache._await_chunk
+
+    def handed_over(self, layout, scores, *rest):
+        at_hand_over.append(scores.clone())
+        return submit(self, layout, scores, *rest)
+
+    def left(self):
+        if self._leaving:
+            later.append(self._judged(64)[0].clone())
+        leave(self)
+
+    monkeypatch.setattr(background, "compress", see)
+    monkeypatch.setattr(BackgroundCompressor, "submit", handed_over)
+    monkeypatch.setattr(CompressedCache, "_await_chunk", left)
+    tokens(make_llm(model, LOSSY, overlap_compression=True), requests[1:2])
+    assert len(judged) == len(later) == 900 // 64 - 1
+    assert all(map(torch.equal, judged, at_hand_over))
+    assert not any(map(torch.equal, later, at_hand_over)), "the next chunk changes the scores in the arena"
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_row_that_ends_while_its_chunk_is_compressed_leaves_nothing(model, requests, monkeypatch, last):
+    llm = make_llm(model, LOSSY, overlap_compression=True)
+    expected = tokens(llm, requests)
+    running, forward, left = [], model.forward, iter(range(last))
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "compress", slow)
+
+        def stopped(*args):
+            if next(left, None) is None:
+                running.extend(s.cache._leaving for s in llm.scheduler.running if s.cache._leaving)
+                assert any(future.running() for future in running)
+                raise KeyboardInterrupt
+            return forward(*args)
+
+        patch.setattr(model, "forward", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.generate(requests))
+    assert all(future.done() for future in running)
+    assert llm.cache.used_bytes == 0
+    assert tokens(llm, requests) == expected
+
+
+def test_what_goes_wrong_in_the_background_is_raised(model, requests, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such tier")
+
+    monkeypatch.setattr(background, "compress", broken)
+    llm = make_llm(model, LOSSY, overlap_compression=True)
+    with pytest.raises(RuntimeError, match="no such tier"):
+        list(llm.generate(requests))
+    assert llm.cache.used_bytes == 0
+
+
+def test_the_background_takes_one_core_and_no_other_threads_number_changes():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        compressor = BackgroundCompressor(torch.device("cpu"))
+        seen = [torch.get_num_threads(), compressor._thread.submit(torch.get_num_threads).result()]
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1, 2]
+
+
+def test_it_is_on_where_a_core_is_left_and_takes_a_chunk_more_of_arena(model, monkeypatch):
+    def budget(wanted: bool | None, **policy):
+        config = EngineConfig(
+            60_000_000, cache=replace(LOSSY, **policy), overlap_compression=wanted, step_tokens=64
+        )
+        return divide_budget(model.config, config, 4)
+
+    off, on = budget(False), budget(True)
+    assert on.arena_tokens == off.arena_tokens + 64
+    assert on.capacity_pages < off.capacity_pages
+    monkeypatch.setattr("engine.overlap._usable_cores", lambda: 4)
+    for threads, expected in ((3, on), (4, off)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert budget(None) == expected
+    assert not budget(True, streaming=False).overlaps_compression
