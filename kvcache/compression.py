@@ -12,8 +12,11 @@ from torch import Tensor
 
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.compressors.budget import assign_tiers
+from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
 from kvcache.quant import quantise_pages
+
+Rows = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys and values [N, D]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def compress(
     return shares
 
 
-def _fill_pages(layout: CompressedLayout, page_format, held: tuple, new: tuple) -> TierShare:
+def _fill_pages(layout: CompressedLayout, page_format: PageFormat, held: Rows, new: Rows) -> TierShare:
     """Join new tokens to those held in their lanes, and quantise as many whole pages as there are in each lane."""
     lanes = torch.cat([held[0], new[0]])
     order = lanes.argsort(stable=True)

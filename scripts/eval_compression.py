@@ -103,10 +103,13 @@ class Reader:
     """Read contexts under one policy and look at what the model then expects."""
 
     def __init__(self, model, tokenizer, config: KVCacheConfig, args: argparse.Namespace):
-        budget = int(args.memory_gib * (1 << 30))
-        self.llm = LLM(
-            model, EngineConfig(budget, step_tokens=args.step_tokens, cache=config), Detokenizer(tokenizer)
+        engine_config = EngineConfig(
+            int(args.memory_gib * (1 << 30)),
+            step_tokens=args.step_tokens,
+            cache=config,
+            overlap_compression=False,  # figures must not depend on the cores there are
         )
+        self.llm = LLM(model, engine_config, Detokenizer(tokenizer))
 
     def read(self, case: Case, probe: list[int] | None = None) -> Sequence:
         """Prefill a context and stop where its first token would be chosen."""
