@@ -19,8 +19,7 @@ class EngineConfig:
         calibration_token_ids: what the model is calibrated on, for budget `calibrated` (`engine.calibration`); empty:
             random tokens.
         overlap_compression: compress chunks of a prompt while the model goes on with the next (`engine.overlap`);
-            each lies whole in its arena for one chunk longer, so what is generated may differ. None: where the
-            device has something to spare for it.
+            each lies whole in its arena for one chunk longer, so what is generated may differ. None: on a GPU.
         attention: name of the attention backend, or None for the device's own.
 
     Raises:

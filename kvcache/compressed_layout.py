@@ -101,9 +101,9 @@ class CompressedLayout:
                 frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
 
-    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
+    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
         """Return the bytes of `sequence_pages`."""
-        return self.sequence_pages(num_tokens, shared_tokens, new_tokens) * self.page_bytes
+        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many whole frames fit into `num_bytes`."""

@@ -17,6 +17,8 @@ from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
 from kvcache.quant import quantise_pages
 
+Rows = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys and values [N, D]
+
 
 @dataclass(frozen=True)
 class TierShare:
@@ -99,12 +101,14 @@ def _top_up(tiers: Tensor, number: int, scores: Tensor, held: Tensor) -> None:
     """Move the best tokens of worse tiers to one tier, in place, until its new and held tokens fill whole pages."""
     missing = -(held + (tiers == number).sum(1)) % TIER_PAGE_TOKENS
     ranks = (
-        scores.masked_fill(tiers <= number, -1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        scores.masked_fill(tiers <= number, -torch.inf)
+        .argsort(dim=1, descending=True, stable=True)
+        .argsort(dim=1)
     )
     tiers[(ranks < missing[:, None]) & (tiers > number)] = number
 
 
-def _fill_pages(layout: CompressedLayout, page_format: PageFormat, held: tuple, new: tuple) -> TierShare:
+def _fill_pages(layout: CompressedLayout, page_format: PageFormat, held: Rows, new: Rows) -> TierShare:
     """Join new tokens to those held in their lanes, and quantise as many whole pages as there are in each lane."""
     lanes = torch.cat([held[0], new[0]])
     order = lanes.argsort(stable=True)

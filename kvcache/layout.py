@@ -50,9 +50,9 @@ class CacheLayout:
         """Return the pages of all lanes; arguments as in `lane_pages`, whoever wrote the tokens (`new_tokens`)."""
         return self.num_lanes * self.lane_pages(num_tokens, shared_tokens)
 
-    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
-        """Return the bytes of `sequence_pages`."""
-        return self.sequence_pages(num_tokens, shared_tokens, new_tokens) * self.page_bytes
+    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
+        """Return the bytes of all lanes' pages; arguments as in `lane_pages`."""
+        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many whole pages fit into `num_bytes`."""

@@ -52,6 +52,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         step_tokens=args.step_tokens,
         max_sequences=args.max_sequences,
         cache=KVCacheConfig.preset(args.preset),
+        overlap_compression={"auto": None, "on": True, "off": False}[args.overlap],
     )
     sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
@@ -76,6 +77,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         "dtype": _name(dtype),
         "step_tokens": args.step_tokens,
         "preset": args.preset,
+        "overlaps_compression": llm.budget.overlaps_compression,
     }
     return Measured([results[index].token_ids for index in range(len(prompts))], seconds, facts)
 
@@ -155,6 +157,12 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--limit", type=int, default=12, help="at most this many prompts (default 12)")
     p.add_argument("--max-new", type=int, default=64, help="tokens generated for each (default 64)")
     p.add_argument("--preset", default="none", help="cache policy (default none: full precision)")
+    p.add_argument(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="compress beside the model (default auto)",
+    )
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--step-tokens", type=int, default=1024, help="most tokens of one step (default 1024)")

@@ -184,7 +184,8 @@ class CompressedBackend:
             )
             if largest is not None:
                 seen.append(largest)
-                if len(seen) == self.layout.num_layers:  # all at once: a sequence has few tokens in a layer
+                # All layers at once: one by one the calls take longer than the work (of eight rows, 6 against 1 ms).
+                if len(seen) == self.layout.num_layers:
                     self._note_attention(caches, table, torch.cat(seen))
             return out
 

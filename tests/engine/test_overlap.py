@@ -137,18 +137,16 @@ def test_the_background_takes_one_core_and_no_other_threads_number_changes():
     assert seen == [2, 1, 2]
 
 
-def test_it_is_on_where_a_core_is_left_and_takes_a_chunk_more_of_arena(model, monkeypatch):
+def test_it_is_on_where_asked_for_and_on_a_gpu_and_takes_a_chunk_more_of_arena(model):
+    def config(wanted: bool | None, **policy) -> EngineConfig:
+        cache = replace(LOSSY, **policy)
+        return EngineConfig(60_000_000, cache=cache, overlap_compression=wanted, step_tokens=64)
+
     def budget(wanted: bool | None, **policy):
-        config = EngineConfig(
-            60_000_000, cache=replace(LOSSY, **policy), overlap_compression=wanted, step_tokens=64
-        )
-        return divide_budget(model.config, config, 4)
+        return divide_budget(model.config, config(wanted, **policy), 4)
 
     off, on = budget(False), budget(True)
     assert on.arena_tokens == off.arena_tokens + 64
     assert on.capacity_pages < off.capacity_pages
-    monkeypatch.setattr("engine.overlap._usable_cores", lambda: 4)
-    for threads, expected in ((3, on), (4, off)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert budget(None) == expected
+    assert budget(None) == off and divide_budget(model.config, config(None), 4, "cuda:0") == on
     assert not budget(True, streaming=False).overlaps_compression

@@ -283,7 +283,8 @@ def test_statistics_of_the_cache(job_file, tmp_path, tiny_model, preset):
     for file in tiny_model.glob("*token*.j*"):
         shutil.copy(file, tmp_path / "model")
     records = [{"id": n, "text": f"{n} fox " * (60 + 5 * n)} for n in range(5)]
-    found = run(job_file(records, model={"path": "model"}, cache={"preset": preset})).run
+    cache = {"preset": preset, "tail_tokens": 0}  # these documents are little more than a tail
+    found = run(job_file(records, model={"path": "model"}, cache=cache)).run
     rows, summary = output(found), load_summary(found.path)
     steps = pl.read_parquet(found.path / "stats" / "steps.parquet")
     assert steps["kv_used_bytes"].max() == summary["kv_peak_bytes_measured"]
