@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvcache.compressors.base import Observation
 from kvcache.compressors.budget import EVICTED, assign_tiers
+from kvcache.compressors.lane_shares import LaneShares
 from kvcache.compressors.probe import raise_by_probes
 from kvcache.compressors.registry import SCORERS, get_scorer
 
@@ -113,3 +114,26 @@ def test_probes_raise_what_they_look_at_and_its_neighbours():
 def test_unknown_scorer_is_named():
     with pytest.raises(ValueError, match="best.*attention_max"):
         get_scorer("best")
+
+
+@given(st.integers(0, 1000), st.floats(0.01, 1), st.integers(1, 300), st.floats(0, 1))
+def test_lane_shares_give_out_what_there_is(seed, ratio, num_tokens, floor_ratio):
+    random = torch.Generator().manual_seed(seed)
+    strength = torch.rand(3, 2, 1, generator=random)
+    shares = LaneShares.from_scores(torch.rand(3, 2, 200, generator=random) * strength)
+    counts = shares.counts(ratio, num_tokens, floor_ratio)
+    assert int(counts.sum()) == pytest.approx(ratio * num_tokens * 6, abs=1)
+    assert 0 <= counts.min() and counts.max() <= num_tokens
+    assert counts.min() >= int(floor_ratio * ratio * num_tokens)
+    order = strength.flatten().argsort()
+    assert (counts.flatten()[order].diff() >= -num_tokens * 0.2 - 1).all()  # the stronger a lane, the more it keeps
+
+
+def test_a_calibrated_budget_keeps_the_best_of_every_lane():
+    shares = LaneShares(torch.stack([torch.tensor([[i / 64 * 1.5], [i / 64 * 0.5]]) for i in range(65)]).clamp(max=1))
+    scores = torch.rand(2, 1, 100)
+    tiers = assign_tiers(scores, (0.2, 0.2), "calibrated", floor_ratio=0.0, lane_shares=shares)
+    for lane, (best, kept) in enumerate([(30, 60), (10, 20)]):
+        order = scores[lane, 0].argsort(descending=True)
+        assert (tiers[lane, 0][order[:best]] == 0).all() and (tiers[lane, 0][order[best:kept]] == 1).all()
+        assert (tiers[lane, 0][order[kept:]] == EVICTED).all()
