@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
+from kvcache.compensation import Compensation
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
 from kvcache.compressors.budget import assign_tiers
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
+from kvcache.kernels.registry import cpu_kernels
 from kvcache.monitoring import LaneUsage
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
-from kvcache.quant import quantise_pages
 
 
 class CompressedCache:
@@ -33,6 +34,7 @@ class CompressedCache:
         arenas: where the arena comes from.
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
             everything else is copied.
+        value_weights: how the columns of values make up for each other's errors, by lane; None: nothing compensates.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class CompressedCache:
         num_frames: int,
         arenas: ArenaPool,
         prefix: "CompressedCache | None" = None,
+        value_weights: Tensor | None = None,  # [lanes, D, D]
     ):
         self.layout = layout
         self._whole_dtype = whole_dtype
+        self._value_weights = value_weights
         self.store = PageStore(frames, num_frames)
         self.arena: Arena | None = Arena(arenas)
         self.num_tokens = 0  # ever cached, kept or not
@@ -237,8 +241,18 @@ class CompressedCache:
         full = rank < (lengths // size * size)[lanes]
         if bool(full.any()):
             paged = (x[full].float().unflatten(0, (-1, size)) for x in (keys, values))
-            tier.append_pages(lanes[full][::size], quantise_pages(*paged, tier.format))
+            page_lanes = lanes[full][::size].contiguous()
+            pages = cpu_kernels(self.layout.head_dim).quantise(
+                *paged, tier.format, self._compensation(page_lanes), num_threads=torch.get_num_threads()
+            )
+            tier.append_pages(page_lanes, pages)
         pending.append_rows(lanes[~full], keys[~full], values[~full])
+
+    def _compensation(self, page_lanes: Tensor) -> Compensation | None:
+        """Return what pages of these lanes make up for; in decode the queries' moments are gone with the arena."""
+        if self._value_weights is None:
+            return None
+        return Compensation(self.arena.key_weights if self.arena else None, self._value_weights, page_lanes)
 
     def _append_all(self, part: PageList, keys: Tensor, values: Tensor) -> None:
         """Append the same number of tokens `[lanes, n, D]` to every lane."""

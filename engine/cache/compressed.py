@@ -10,6 +10,7 @@ from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.arena import ArenaPool
+from kvcache.compensation import compensation_weights, output_moments
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.compressors.base import Scorer
@@ -28,6 +29,7 @@ class CompressedBackend:
         num_arenas: the most sequences in prefill at once.
         max_context: positions the model has.
         repeat_token_ids: see `EngineConfig`.
+        output_weights: of every layer, `[hidden, H D]`: how errors of values show.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class CompressedBackend:
         num_arenas: int,
         max_context: int,
         repeat_token_ids: tuple[int, ...],
+        output_weights: list[Tensor],
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
         device: torch.device,
@@ -52,6 +55,7 @@ class CompressedBackend:
             layout.num_kv_heads,
             arena_tokens,
             layout.head_dim,
+            compensates=config.compensates,
             dtype=dtype,
             device=device,
         )
@@ -62,6 +66,7 @@ class CompressedBackend:
         self._room: Tensor | None = None
         self.scorer = get_scorer(config.scorer) if config.judges else None
         self._rotation = rotation(layout.head_dim).to(device, dtype) if config.quantises else None
+        self._value_weights = self._weigh(output_weights) if config.compensates else None
 
     @property
     def _reconstructs(self) -> bool:
@@ -97,7 +102,15 @@ class CompressedBackend:
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
-        return CompressedCache(self.layout, self._whole_dtype, self.frames, num_blocks, self.arenas, prefix)
+        return CompressedCache(
+            self.layout,
+            self._whole_dtype,
+            self.frames,
+            num_blocks,
+            self.arenas,
+            prefix,
+            self._value_weights,
+        )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """See `CacheBackend.probe_tokens`: the question, just before a chunk is judged."""
@@ -144,6 +157,11 @@ class CompressedBackend:
         return self._rotated(
             lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
         )
+
+    def _weigh(self, output_weights: list[Tensor]) -> Tensor:
+        """Return `compensation_weights` of every lane's values."""
+        heads, turn = self.layout.num_kv_heads, self._rotation
+        return torch.cat([compensation_weights(output_moments(w, heads, turn)) for w in output_weights])
 
     def _decode(self, caches: list[CompressedCache]) -> Attend:
         """Return the part of the callback that stores and attends one new token of each sequence."""

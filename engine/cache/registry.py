@@ -29,6 +29,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         num_arenas=budget.num_arenas,
         max_context=model.config.max_context,
         repeat_token_ids=config.repeat_token_ids,
+        output_weights=model.output_weights,
         dtype=model.dtype,
         whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
         device=model.device,
