@@ -9,9 +9,6 @@ from torch import Tensor
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
 
-# What is left of the queries' moments each time a chunk is judged: the newest queries are most like those to come.
-_KEPT_MOMENTS = 0.5
-
 
 class ArenaPool(BlockAllocator):
     """Hold `num_leases` arenas of `num_tokens` tokens each."""
@@ -90,12 +87,12 @@ class Arena:
         self.length += num_tokens
 
     def drop_front(self, num_tokens: int) -> None:
-        """Forget the oldest tokens, and of the queries' moments a part."""
+        """Forget the oldest tokens."""
         rest = self.length - num_tokens
         for tensor in (self.keys, self.values, self.scores):
             tensor[:, :, :rest] = tensor[:, :, num_tokens : self.length].clone()
         self.length = rest
-        self.moments *= _KEPT_MOMENTS
+        self._key_weights = None  # as large as the moments, which alone are counted
 
     def copy_from(self, other: "Arena") -> None:
         """Take over another arena's tokens, scores and moments."""
