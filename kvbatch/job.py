@@ -107,6 +107,7 @@ class CacheSection(Section):
     layer_budget: tuple[float, ...] | None = None  # with budget layered: a weight for every layer
     streaming: bool | None = None  # false: judge once, at the end of the prompt
     whole_dtype: Literal["model", "bfloat16"] | None = None
+    compensate: bool | None = None  # let errors of quantised numbers make up for each other
 
     @model_validator(mode="after")
     def _is_a_policy(self) -> "CacheSection":

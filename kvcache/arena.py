@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
+from kvcache.compensation import compensation_weights
 
 
 class ArenaPool(BlockAllocator):
@@ -20,6 +21,7 @@ class ArenaPool(BlockAllocator):
         num_tokens: int,
         head_dim: int,
         *,
+        compensates: bool,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
     ):
@@ -28,10 +30,12 @@ class ArenaPool(BlockAllocator):
         self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        moments_dim = head_dim if compensates else 0
+        self.moments = torch.zeros(*shape[:3], moments_dim, moments_dim, device=device)
 
     @property
     def allocated_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes + self.moments.nbytes
 
 
 class Arena:
@@ -39,6 +43,7 @@ class Arena:
 
     Attributes:
         keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
+        moments: sum of q qᵀ over the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if nothing compensates.
         length: tokens held.
     """
 
@@ -47,6 +52,8 @@ class Arena:
         self._lease = pool.allocate(1).flatten()
         index = int(self._lease)
         self.keys, self.values, self.scores = pool.keys[index], pool.values[index], pool.scores[index]
+        self.moments = pool.moments[index].zero_()
+        self._key_weights: Tensor | None = None
         self.length = 0
 
     @property
@@ -61,6 +68,20 @@ class Arena:
         self.values[layer, :, self.length : end] = values.transpose(0, 1)
         self.scores[layer, :, self.length : end] = 0
 
+    def observe(self, layer: int, queries: Tensor) -> None:
+        """Add one layer's new queries `[C, H, D]` to the moments."""
+        if self.moments.numel():
+            rows = queries.float().unflatten(1, (self.moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+            self.moments[layer].baddbmm_(rows.mT, rows)
+            self._key_weights = None
+
+    @property
+    def key_weights(self) -> Tensor | None:
+        """How the columns of keys make up for each other's errors, `[lanes, D, D]`, by the queries so far."""
+        if self._key_weights is None and self.moments.numel():
+            self._key_weights = compensation_weights(self.moments.flatten(0, 1))
+        return self._key_weights
+
     def extend(self, num_tokens: int) -> None:
         """Count tokens that every layer has written."""
         self.length += num_tokens
@@ -71,14 +92,16 @@ class Arena:
         for tensor in (self.keys, self.values, self.scores):
             tensor[:, :, :rest] = tensor[:, :, num_tokens : self.length].clone()
         self.length = rest
+        self._key_weights = None  # as large as the moments, which alone are counted
 
     def copy_from(self, other: "Arena") -> None:
-        """Take over another arena's tokens and scores."""
+        """Take over another arena's tokens, scores and moments."""
         self.length = other.length
         for mine, theirs in zip(
             (self.keys, self.values, self.scores), (other.keys, other.values, other.scores), strict=True
         ):
             mine[:, :, : self.length] = theirs[:, :, : self.length]
+        self.moments.copy_(other.moments)
 
     def free(self) -> None:
         """Give the lease back."""

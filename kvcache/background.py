@@ -4,11 +4,12 @@ On a CPU it wants a core that the model does not use, and saves at most what com
 benchmarks/compression.md has the figures. The GPU's part has never been run.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from kvcache.compression import TierShare, compress
+from kvcache.compression import TierShare
 
 
 class BackgroundCompressor:
@@ -25,19 +26,19 @@ class BackgroundCompressor:
         # That was for its own thread, but one that starts takes over the number set last: it is set again.
         torch.set_num_threads(torch.get_num_threads())
 
-    def submit(self, *arguments) -> "Future[list[TierShare]]":
-        """Compress what the device has finished by now; arguments as of `compress`, not to be changed meanwhile."""
+    def submit(self, compress: Callable[..., list[TierShare]], *arguments) -> "Future[list[TierShare]]":
+        """Compress what the device has finished by now; the arguments are not to be changed meanwhile."""
         if self._stream is None:
-            return self._thread.submit(_compress, *arguments)
+            return self._thread.submit(_compress, compress, *arguments)
         model_stream = torch.cuda.current_stream(self._stream.device)
         return self._thread.submit(
-            self._compress_on_stream, model_stream, model_stream.record_event(), arguments
+            self._compress_on_stream, model_stream, model_stream.record_event(), compress, arguments
         )
 
-    def _compress_on_stream(self, model_stream, ready, arguments) -> list[TierShare]:
+    def _compress_on_stream(self, model_stream, ready, compress, arguments) -> list[TierShare]:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            shares = _compress(*arguments)
+            shares = _compress(compress, *arguments)
         for share in shares:
             for tensor in vars(share).values():
                 if tensor.is_cuda:
@@ -47,7 +48,7 @@ class BackgroundCompressor:
 
 
 @torch.inference_mode()  # a thread has a mode of its own
-def _compress(*arguments) -> list[TierShare]:
+def _compress(compress, *arguments) -> list[TierShare]:
     return compress(*arguments)
 
 

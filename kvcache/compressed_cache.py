@@ -18,9 +18,8 @@ from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
 from kvcache.background import BackgroundCompressor
-from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
-from kvcache.compression import TierShare, close_page, compress
-from kvcache.compressors.lane_shares import LaneShares
+from kvcache.compressed_layout import TIER_PAGE_TOKENS
+from kvcache.compression import Compressor, TierShare
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
 from kvcache.monitoring import LaneUsage
@@ -39,7 +38,7 @@ class CompressedCache:
     """Hold one sequence's keys and values.
 
     Args:
-        layout: of the model and the policy.
+        compressor: the policy at work.
         whole_dtype: of tokens kept whole.
         frames: where pages come from.
         num_frames: frames reserved for this sequence.
@@ -47,27 +46,25 @@ class CompressedCache:
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
             everything else is copied.
         background: where chunks are compressed while the model goes on; None: at once.
-        lane_shares: what each lane needs, for budget `calibrated`.
     """
 
     def __init__(
         self,
-        layout: CompressedLayout,
+        compressor: Compressor,
         whole_dtype: torch.dtype,
         frames: FramePool,
         num_frames: int,
         arenas: ArenaPool,
         prefix: "CompressedCache | None" = None,
         background: BackgroundCompressor | None = None,
-        lane_shares: LaneShares | None = None,
     ):
-        self.layout = layout
+        layout = self.layout = compressor.layout
+        self._compressor = compressor
         self._whole_dtype = whole_dtype
         self.store = PageStore(frames, num_frames)
         self.arena: Arena | None = Arena(arenas)
         self.num_tokens = 0  # ever cached, kept or not
         self._background = background
-        self._lane_shares = lane_shares
         self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
@@ -156,7 +153,7 @@ class CompressedCache:
         if due and self._background:
             scores, keys, values = self._judged(due)
             self._leaving = self._background.submit(
-                self.layout, scores.clone(), keys, values, self.pending, self._lane_shares
+                self._compressor.compress, scores.clone(), keys, values, self.pending, self.arena.key_weights
             )
         elif due:
             self._compress_arena(due)
@@ -176,7 +173,7 @@ class CompressedCache:
         _, keys, values = self.recent.take_front(torch.full_like(self.recent.lengths, TIER_PAGE_TOKENS))
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)
         tier = self.tiers[-1 if self.layout.config.drops else 0]
-        self._append(tier, close_page(self.layout, tier.format, keys.view(shape), values.view(shape)))
+        self._append(tier, self._compressor.close_page(tier.format, keys.view(shape), values.view(shape)))
 
     def note_attention(self, pages: Tensor) -> None:
         """Remember what a decode step looked at: the largest attention in each page, `[lanes, pages of all lists]`."""
@@ -208,8 +205,10 @@ class CompressedCache:
 
     def _compress_arena(self, num_tokens: int, *, keep_all: bool = False) -> None:
         """Judge the oldest tokens of the arena and move them to pages."""
-        judged = self._judged(num_tokens)
-        shares = compress(self.layout, *judged, self.pending, self._lane_shares, keep_all=keep_all)
+        scores, keys, values = self._judged(num_tokens)
+        shares = self._compressor.compress(
+            scores, keys, values, self.pending, self.arena.key_weights, keep_all=keep_all
+        )
         self._leave(num_tokens, shares)
 
     def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,8 +68,9 @@ class CompressedLayout:
         return (self.config.delay + 1) * self.config.chunk_size
 
     def arena_bytes(self, num_tokens: int) -> int:
-        """Bytes of an arena of that many tokens, scores included."""
-        return num_tokens * (self.token_bytes + 4 * self.num_lanes)
+        """Bytes of an arena of that many tokens, scores and the queries' moments included."""
+        moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
+        return num_tokens * (self.token_bytes + 4 * self.num_lanes) + moment_bytes
 
     def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
         """Return the most frames that a sequence ever holds.

@@ -39,6 +39,8 @@ class KVCacheConfig:
         layer_budget: for budget `layered`, one weight per layer.
         streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
         whole_dtype: of tokens kept whole in a compressed cache: `model` or `bfloat16`.
+        compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
+            output projection see of them (`kvcache.compensation`); otherwise each number is rounded for itself.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:
@@ -61,6 +63,7 @@ class KVCacheConfig:
     layer_budget: tuple[float, ...] | None = None
     streaming: bool = True
     whole_dtype: Literal["model", "bfloat16"] = "model"
+    compensate: bool = True
     page_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -96,6 +99,11 @@ class KVCacheConfig:
     def quantises(self) -> bool:
         """Whether any tier has fewer bits than the model."""
         return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether there are errors to be made up for."""
+        return self.compensate and self.quantises
 
     @property
     def judges(self) -> bool:

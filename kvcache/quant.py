@@ -5,10 +5,12 @@ Codes are packed through wider integers of the same bytes, so a little endian ho
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvcache.compensation import Compensation
 from kvcache.page_format import PageFormat
 
 # Four codes spread over the middle 80 % of a token's range lower the attention output's error by a fifth
@@ -22,10 +24,12 @@ def quantise_pages(
     keys: Tensor,  # [P, T, D] float, rotated already where rotation is wanted
     values: Tensor,  # [P, T, D] float
     page_format: PageFormat,
+    compensation: Compensation | None = None,
 ) -> Tensor:  # [P, page_bytes] uint8
     """Pack full pages.
 
-    Every slot counts for its key channels' ranges: fill a partial page's unused slots with copies of others.
+    Every slot counts for its key channels' ranges: fill a partial page's unused slots with copies of others. Scales and
+    minima are the same with and without compensation.
     """
     assert keys.shape == values.shape, "keys and values disagree"
     assert keys.shape[1:] == (page_format.page_tokens, page_format.head_dim), (
@@ -43,11 +47,12 @@ def quantise_pages(
         factors = _row_factors(keys)
         keys = keys / factors
         _put(pages, page_format.row_factor_offset, factors.half())
-    codes, scale, minimum = _quantise(keys, page_format.key_bits, dim=1)
+    key_weights, value_weights = _page_weights(compensation)
+    codes, scale, minimum = _quantise(keys, page_format.key_bits, 1, key_weights)
     _put(pages, page_format.key_code_offset, pack_codes(codes, page_format.key_bits))
     _put(pages, page_format.key_scale_offset, scale)
     _put(pages, page_format.key_min_offset, minimum)
-    codes, scale, minimum = _quantise(values, page_format.value_bits, dim=2)
+    codes, scale, minimum = _quantise(values, page_format.value_bits, 2, value_weights)
     _put(pages, page_format.value_code_offset, pack_codes(codes, page_format.value_bits))
     _put(pages, page_format.value_scale_offset, scale)
     _put(pages, page_format.value_min_offset, minimum)
@@ -166,6 +171,7 @@ def _quantise(
     x: Tensor,  # [P, T, D] float32
     bits: int,
     dim: int,
+    weights: Tensor | None,  # [P, D, D]
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes uint8 [P, T, D], scale and minimum float16 with `dim` kept as 1
     """Quantise along `dim`, one scale and minimum a group."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -174,7 +180,8 @@ def _quantise(
         middle, half = (low + high) / 2, (high - low) * (_TWO_BIT_SPAN / 2)
         low, high = middle - half, middle + half
     minimum, scale = _minimum_and_scale(low, high, bits)
-    return _encode(x, minimum, scale, bits).to(torch.uint8), scale.half(), minimum.half()
+    encode = _encode if weights is None else partial(_encode_compensated, weights=weights)
+    return encode(x, minimum, scale, bits).to(torch.uint8), scale.half(), minimum.half()
 
 
 def _minimum_and_scale(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -199,6 +206,27 @@ def _encode(x: Tensor, minimum: Tensor, scale: Tensor, bits: int) -> Tensor:
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     # subtract first: minimum × inverse would lose the digits of a narrow group far from zero
     return (x - minimum).mul_(inverse).round_().clamp_(0, 2**bits - 1)
+
+
+def _encode_compensated(x: Tensor, minimum: Tensor, scale: Tensor, bits: int, weights: Tensor) -> Tensor:
+    """Return codes as `_encode` does, each column aimed so that it makes up for the errors of those before it."""
+    x = x.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)  # an error is finite
+    columns, minimum, scale = (part.expand_as(x).mT.contiguous() for part in (x, minimum, scale))  # [P, D, T]
+    codes, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for column in range(x.shape[2]):
+        now = slice(column, column + 1)
+        made_up = weights[:, now, :column] @ errors[:, :column]
+        codes[:, now] = _encode(columns[:, now] + made_up, minimum[:, now], scale[:, now], bits)
+        errors[:, now] = columns[:, now] - (minimum[:, now] + codes[:, now] * scale[:, now])
+    return codes.mT.contiguous()
+
+
+def _page_weights(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return each page's weights `[P, D, D]` for keys and values."""
+    if compensation is None:
+        return None, None
+    tables = (compensation.key_weights, compensation.value_weights)
+    return tuple(None if table is None else table[compensation.lanes] for table in tables)
 
 
 def _row_factors(keys: Tensor) -> Tensor:  # [P, T, D] -> [P, T, 1] float32, exact in float16, about 1

@@ -67,12 +67,13 @@ def attend_chunk(
     scorer: Scorer | None,
     num_probes: int = 0,
 ) -> Tensor:  # [C + P, H, D]
-    """Write a chunk to the arena, attend it to pages and arena, and let the scorer see it.
+    """Write a chunk to the arena, note its queries, attend it to pages and arena, and let the scorer see it.
 
     Probes follow the chunk and are not cached; what they attend to raises the scores.
     """
     count = len(q) - num_probes
     arena.write(layer, k[:count], v[:count])
+    arena.observe(layer, q[:count])
     total = arena.length + count
     keys, values = arena.keys[layer, :, :total], arena.values[layer, :, :total]
     scores = arena.scores[layer, :, :total]

@@ -11,8 +11,10 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.arena import ArenaPool
 from kvcache.background import BackgroundCompressor
+from kvcache.compensation import compensation_weights, output_moments
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compressed_layout import CompressedLayout
+from kvcache.compression import Compressor
 from kvcache.compressors.base import Scorer
 from kvcache.compressors.lane_shares import LaneShares
 from kvcache.compressors.registry import get_scorer
@@ -32,6 +34,7 @@ class CompressedBackend:
         max_context: positions the model has.
         repeat_token_ids: see `EngineConfig`.
         lane_shares: what each lane needs, for budget `calibrated`.
+        output_weights: of every layer, `[hidden, H D]`: how errors of values show.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class CompressedBackend:
         max_context: int,
         repeat_token_ids: tuple[int, ...],
         lane_shares: LaneShares | None,
+        output_weights: list[Tensor],
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
         device: torch.device,
@@ -58,18 +62,20 @@ class CompressedBackend:
             layout.num_kv_heads,
             arena_tokens,
             layout.head_dim,
+            compensates=config.compensates,
             dtype=dtype,
             device=device,
         )
         self._whole_dtype = whole_dtype
         self._max_context = max_context
         self._repeat_token_ids = list(repeat_token_ids)
-        self._lane_shares = lane_shares
         self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = cpu_kernels(layout.head_dim)
         self._room: Tensor | None = None
         self.scorer = get_scorer(config.scorer) if config.judges else None
         self._rotation = rotation(layout.head_dim).to(device, dtype) if config.quantises else None
+        value_weights = self._weigh(output_weights) if config.compensates else None
+        self._compressor = Compressor(layout, lane_shares, value_weights)
 
     @property
     def _reconstructs(self) -> bool:
@@ -106,14 +112,13 @@ class CompressedBackend:
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
         return CompressedCache(
-            self.layout,
+            self._compressor,
             self._whole_dtype,
             self.frames,
             num_blocks,
             self.arenas,
             prefix,
             self._background,
-            self._lane_shares,
         )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
@@ -161,6 +166,11 @@ class CompressedBackend:
         return self._rotated(
             lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
         )
+
+    def _weigh(self, output_weights: list[Tensor]) -> Tensor:
+        """Return `compensation_weights` of every lane's values."""
+        heads, turn = self.layout.num_kv_heads, self._rotation
+        return torch.cat([compensation_weights(output_moments(w, heads, turn)) for w in output_weights])
 
     def _decode(self, caches: list[CompressedCache]) -> Attend:
         """Return the part of the callback that stores and attends one new token of each sequence."""

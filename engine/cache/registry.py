@@ -34,6 +34,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         lane_shares=calibrate(model, config.calibration_token_ids)
         if config.cache.needs_calibration
         else None,
+        output_weights=model.output_weights,
         dtype=model.dtype,
         whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
         device=model.device,

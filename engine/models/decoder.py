@@ -33,6 +33,11 @@ class Decoder:
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
         self._workspace: dict[str, Tensor] = {}
 
+    @property
+    def output_weights(self) -> list[Tensor]:
+        """The attention's output projection of every layer, `[hidden, H D]`."""
+        return [layer.output.weight for layer in self._weights.layers]
+
     @torch.inference_mode()
     def forward(
         self,

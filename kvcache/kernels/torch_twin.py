@@ -8,9 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcache.compensation import Compensation
 from kvcache.kernels.page_table import PageTable
-from kvcache.page_format import UNIT_BYTES
-from kvcache.quant import dequantise_pages
+from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.quant import dequantise_pages, quantise_pages
+
+
+def quantise(
+    keys: Tensor,  # [P, T, D] float32
+    values: Tensor,  # [P, T, D] float32
+    page_format: PageFormat,
+    compensation: Compensation | None = None,
+    *,
+    num_threads: int = 1,
+) -> Tensor:  # [P, page_bytes] uint8
+    """Pack full pages: see `kvcache.quant.quantise_pages`."""
+    return quantise_pages(keys, values, page_format, compensation)
 
 
 def dequantise(

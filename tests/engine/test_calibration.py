@@ -35,7 +35,9 @@ def test_the_shares_are_those_of_what_a_second_reading_attends_to(model):
     with torch.no_grad():
         attentions = plain(torch.tensor([tokens * 2]), output_attentions=True).attentions
     heads = model.config.num_kv_heads
-    received = [weights[0, :, 300:, 16:300].amax(1).unflatten(0, (heads, -1)).amax(1) for weights in attentions]
+    received = [
+        weights[0, :, 300:, 16:300].amax(1).unflatten(0, (heads, -1)).amax(1) for weights in attentions
+    ]
     expected = LaneShares.from_scores(torch.stack(received)).table
     torch.testing.assert_close(calibrate(model, tokens).table, expected, rtol=0, atol=2 / 284)
 

@@ -41,7 +41,9 @@ def most_rows_in_decode(model, preset: str, num_rows: int) -> int:
     sampling = replace(GREEDY, max_new_tokens=NEW_TOKENS)
     results = list(llm.generate(Request(i, row, sampling) for i, row in enumerate(rows)))
     assert [result.completion_tokens for result in results] == [NEW_TOKENS] * num_rows
-    assert llm.cache.allocated_bytes <= budget_bytes and llm.stats().kv_peak_bytes <= llm.cache.allocated_bytes
+    assert (
+        llm.cache.allocated_bytes <= budget_bytes and llm.stats().kv_peak_bytes <= llm.cache.allocated_bytes
+    )
     return most
 
 

@@ -123,14 +123,18 @@ def test_lane_shares_give_out_what_there_is(seed, ratio, num_tokens, floor_ratio
     shares = LaneShares.from_scores(torch.rand(3, 2, 200, generator=random) * strength)
     counts = shares.counts(ratio, num_tokens, floor_ratio)
     assert int(counts.sum()) == pytest.approx(ratio * num_tokens * 6, abs=1)
-    assert 0 <= counts.min() and counts.max() <= num_tokens
+    assert counts.min() >= 0 and counts.max() <= num_tokens
     assert counts.min() >= int(floor_ratio * ratio * num_tokens)
     order = strength.flatten().argsort()
-    assert (counts.flatten()[order].diff() >= -num_tokens * 0.2 - 1).all()  # the stronger a lane, the more it keeps
+    assert (
+        counts.flatten()[order].diff() >= -num_tokens * 0.2 - 1
+    ).all()  # the stronger a lane, the more it keeps
 
 
 def test_a_calibrated_budget_keeps_the_best_of_every_lane():
-    shares = LaneShares(torch.stack([torch.tensor([[i / 64 * 1.5], [i / 64 * 0.5]]) for i in range(65)]).clamp(max=1))
+    shares = LaneShares(
+        torch.stack([torch.tensor([[i / 64 * 1.5], [i / 64 * 0.5]]) for i in range(65)]).clamp(max=1)
+    )
     scores = torch.rand(2, 1, 100)
     tiers = assign_tiers(scores, (0.2, 0.2), "calibrated", floor_ratio=0.0, lane_shares=shares)
     for lane, (best, kept) in enumerate([(30, 60), (10, 20)]):

@@ -10,9 +10,51 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcache.compensation import Compensation
 from kvcache.kernels.cpu.build import library
 from kvcache.kernels.page_table import PageTable
 from kvcache.page_format import PageFormat
+from kvcache.quant import quantise_pages
+
+
+def quantise(
+    keys: Tensor,  # [P, T, D] float32
+    values: Tensor,  # [P, T, D] float32
+    page_format: PageFormat,
+    compensation: Compensation | None = None,
+    *,
+    num_threads: int = 1,
+) -> Tensor:  # [P, page_bytes] uint8
+    """See `torch_twin.quantise`; whole pages and those with row factors, which no preset has, are left to torch."""
+    if page_format.whole or page_format.two_axis:
+        return quantise_pages(keys, values, page_format, compensation)
+    num_pages, size, dim = keys.shape
+    assert keys.shape == values.shape and (size, dim) == (page_format.page_tokens, page_format.head_dim)
+    assert dim % 16 == 0
+    key_weights = value_weights = lanes = None
+    if compensation is not None:
+        key_weights, value_weights = compensation.key_weights, compensation.value_weights
+        lanes = compensation.lanes
+        _check(lanes, (torch.int64,))
+        assert lanes.shape == (num_pages,)
+        last = int(lanes.max()) if num_pages else -1
+    for tensor in (keys, values):
+        _check(tensor, (torch.float32,))
+    for table in (key_weights, value_weights):
+        if table is not None:
+            _check(table, (torch.float32,))
+            assert table.shape[1:] == (dim, dim) and last < len(table)
+    pages = torch.empty(num_pages, page_format.page_bytes, dtype=torch.uint8)
+    library().kvb_quantise(
+        _formats((page_format,)),
+        dim,
+        ctypes.c_int64(num_pages),
+        *map(_pointer, (keys, values, key_weights, value_weights, lanes, pages)),
+        ctypes.c_int64(page_format.used_bytes),
+        ctypes.c_int64(page_format.page_bytes),
+        num_threads,
+    )
+    return pages
 
 
 def dequantise(

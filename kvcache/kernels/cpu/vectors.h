@@ -101,6 +101,26 @@ static inline f32x8 from_half(const uint16_t* p) {
 #endif
 }
 
+// Round to nearest even; |x| up to the largest float16.
+static inline void to_half(f32x8 x, uint16_t* p) {
+#if defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const u32x8 bits = (u32x8)x, magnitude = bits & 0x7fffffffu;
+  const u32x8 normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  // One half's last place is that of a subnormal float16, so adding it rounds there.
+  const u32x8 subnormal = (u32x8)((f32x8)magnitude + 0.5f) - (126u << 23);
+  const u32x8 half = (magnitude < (113u << 23) ? subnormal : normal) | (bits >> 16 & 0x8000u);
+  for (int i = 0; i < 8; i++) p[i] = (uint16_t)half[i];
+#endif
+}
+
+static inline f32x8 through_half(f32x8 x) {
+  uint16_t halves[8];
+  to_half(x, halves);
+  return from_half(halves);
+}
+
 // Reads exactly `count` float16 numbers; the rest of the last eight floats of `out` becomes zero.
 static inline void read_halves(const uint8_t* p, int count, float* out) {
   int i = 0;

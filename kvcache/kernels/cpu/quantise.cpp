@@ -1,0 +1,42 @@
+// Full pages of keys and values to packed bytes, a page at a time. Flat C functions for ctypes; checks are in ops.py.
+#include "quantise.h"
+
+#include "parallel.h"
+
+namespace {
+
+struct Work {
+  const Format& format;
+  int dim;
+  const float *keys, *values;                // [P, T, D]
+  const float *key_weights, *value_weights;  // [lanes, D, D] or null
+  const int64_t* lanes;                      // [P]
+  uint8_t* pages;
+  int64_t used_bytes, page_bytes;
+
+  Quantise state() const { return Quantise(dim, format.page_tokens); }
+
+  const float* weights(const float* table, int64_t page) const {
+    return table ? table + lanes[page] * dim * dim : nullptr;
+  }
+
+  void operator()(Quantise& quantise, int64_t i) const {
+    const Format& f = format;
+    const int64_t start = i * f.page_tokens * dim;
+    uint8_t* page = pages + i * page_bytes;
+    quantise.run(keys + start, weights(key_weights, i), f.key_bits, true, page + f.key_codes, page + f.key_scales,
+                 page + f.key_minima);
+    quantise.run(values + start, weights(value_weights, i), f.value_bits, false, page + f.value_codes,
+                 page + f.value_scales, page + f.value_minima);
+    memset(page + used_bytes, 0, page_bytes - used_bytes);
+  }
+};
+
+}  // namespace
+
+extern "C" void kvb_quantise(const Format* format, int dim, int64_t num_pages, const float* keys, const float* values,
+                             const float* key_weights, const float* value_weights, const int64_t* lanes,
+                             uint8_t* pages, int64_t used_bytes, int64_t page_bytes, int threads) {
+  Work work = {*format, dim, keys, values, key_weights, value_weights, lanes, pages, used_bytes, page_bytes};
+  parallel(num_pages, threads, work);
+}
