@@ -12,6 +12,8 @@ the one of its lane and tier that was attended longest ago.
 """
 
 from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,19 +149,25 @@ class CompressedCache:
         is_full = config.streaming and self.arena.length >= (config.delay + 1) * config.chunk_size
         return config.chunk_size if is_full and not self._leaving else 0
 
-    def compress(self, *, prompt_ends: bool) -> None:
-        """Move the chunk that is old enough to pages, and at the prompt's end everything else."""
+    def compress(self, prompt_tokens: int | None, *, prompt_ends: bool) -> None:
+        """Move the chunk that is old enough to pages, and at the prompt's end everything else.
+
+        Args:
+            prompt_tokens: of the whole prompt; None where nobody knows yet how it goes on.
+        """
         due = self.num_due(prompt_ends=False)
+        scale = 1.0 if prompt_tokens is None else self.layout.chunk_scale(prompt_tokens)
         if due and self._background:
             scores, keys, values = self._judged(due)
+            compress = partial(self._compressor.compress, scale=scale)
             self._leaving = self._background.submit(
-                self._compressor.compress, scores.clone(), keys, values, self.pending, self.arena.key_weights
+                compress, scores.clone(), keys, values, self.pending, self.arena.key_weights
             )
         elif due:
-            self._compress_arena(due)
+            self._compress_arena(due, scale=scale)
         if prompt_ends:
             self._await_chunk()
-            self._leave_arena()
+            self._leave_arena(scale)
 
     def count_decoded(self) -> None:
         """Count a decoded token that all layers have written to the open pages; compress these when they are full.
@@ -203,12 +211,10 @@ class CompressedCache:
             shares, self._leaving = self._leaving.result(), None
             self._leave(self.layout.config.chunk_size, shares)
 
-    def _compress_arena(self, num_tokens: int, *, keep_all: bool = False) -> None:
+    def _compress_arena(self, num_tokens: int, **how: Any) -> None:
         """Judge the oldest tokens of the arena and move them to pages."""
         scores, keys, values = self._judged(num_tokens)
-        shares = self._compressor.compress(
-            scores, keys, values, self.pending, self.arena.key_weights, keep_all=keep_all
-        )
+        shares = self._compressor.compress(scores, keys, values, self.pending, self.arena.key_weights, **how)
         self._leave(num_tokens, shares)
 
     def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,15 +236,17 @@ class CompressedCache:
         self._take(shares)
         arena.drop_front(num_tokens)
 
-    def _leave_arena(self) -> None:
+    def _leave_arena(self, scale: float) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
-        arena, config = self.arena, self.layout.config
-        older = max(arena.length - config.recent_tokens, self._num_sinks(arena.length))  # [0, older) leaves
-        tail = min(config.tail_tokens, older)
+        arena, layout = self.arena, self.layout
+        older = max(
+            arena.length - layout.config.recent_tokens, self._num_sinks(arena.length)
+        )  # [0, older) leaves
+        tail = min(layout.tail_tokens(self.num_tokens), older)
         if older > tail:
-            self._compress_arena(older - tail)
+            self._compress_arena(older - tail, scale=scale)
         if tail:
-            self._compress_arena(tail, keep_all=True)
+            self._compress_arena(tail, keep_all=True, fill_pages=layout.fills_pages(self.num_tokens))
         self._append_all(
             self.recent,
             arena.keys[:, :, : arena.length].flatten(0, 1),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcache.compensation import Compensation
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, CompressedLayout
-from kvcache.compressors.budget import assign_tiers
+from kvcache.compressors.budget import EVICTED, assign_tiers
 from kvcache.compressors.lane_shares import LaneShares
 from kvcache.kernels.registry import cpu_kernels
 from kvcache.page_format import PageFormat
@@ -58,17 +58,21 @@ class Compressor:
         pending: Sequence[PageList],
         key_weights: Tensor | None,  # [lanes, D, D]
         *,
+        scale: float = 1.0,
         keep_all: bool = False,
+        fill_pages: bool = False,
     ) -> list[TierShare]:
         """Give each token its tier, drop the rest, and quantise the pages that become full.
 
         Args:
             pending: for each tier, the tokens that wait for its next page. They are read only.
             key_weights: as `value_weights`, by the sequence's own queries.
+            scale: of the tiers' ratios.
             keep_all: drop nothing, and let better tiers take so many more that they leave no page half full.
+            fill_pages: with this, drop the worst of the last tier that fill no page.
         """
         layout, config = self.layout, self.layout.config
-        ratios = [tier.ratio for tier in config.resolved_tiers]
+        ratios = [tier.ratio * scale for tier in config.resolved_tiers]
         if keep_all:
             ratios[-1] = 1 - sum(ratios[:-1])
         tiers = assign_tiers(
@@ -83,7 +87,10 @@ class Compressor:
         ).flatten(0, 1)
         if keep_all:
             for number, held in enumerate(pending[:-1]):
-                _top_up(tiers, number, scores, held.lengths)
+                if layout.tiers[number] != layout.whole:
+                    _top_up(tiers, number, scores, held.lengths)
+        if fill_pages:
+            _cut(tiers, len(ratios) - 1, scores, pending[-1].lengths)
         shares = []
         for number, (held, page_format) in enumerate(zip(pending, layout.tiers, strict=True)):
             lanes, tokens = (tiers == number).nonzero(as_tuple=True)
@@ -92,6 +99,11 @@ class Compressor:
                 shares.append(_whole_share(*rows))
             else:
                 shares.append(self._fill_pages(page_format, held.read_rows(), rows, key_weights))
+        if fill_pages:  # of lanes with less than a page some are left
+            last = shares[-1]
+            shares[-1] = TierShare(
+                last.page_lanes, last.pages, last.lanes[:0], last.keys[:0], last.values[:0]
+            )
         return shares
 
     def close_page(
@@ -154,3 +166,15 @@ def _top_up(tiers: Tensor, number: int, scores: Tensor, held: Tensor) -> None:
     missing = -(held + (tiers == number).sum(1)) % TIER_PAGE_TOKENS
     order = scores.masked_fill(tiers <= number, -torch.inf).argsort(dim=1, descending=True, stable=True)
     tiers[(order.argsort(dim=1) < missing[:, None]) & (tiers > number)] = number
+
+
+def _cut(tiers: Tensor, number: int, scores: Tensor, held: Tensor) -> None:
+    """Drop the worst tokens of a tier, in place, that with those held fill no whole page.
+
+    The newer half goes last, oldest first: too few queries have seen it to judge it.
+    """
+    excess = (held + (tiers == number).sum(1)) % TIER_PAGE_TOKENS
+    worth = scores.clone()
+    worth[:, worth.shape[1] // 2 :] = torch.inf
+    order = worth.masked_fill(tiers != number, torch.nan).argsort(dim=1, stable=True)  # NaN is last
+    tiers[(order.argsort(dim=1) < excess[:, None]) & (tiers == number)] = EVICTED

@@ -23,13 +23,14 @@ class KVCacheConfig:
     Args:
         compress_method: `none` keeps every token at the model's precision, `sparse` drops the least important,
             `quant` keeps history at fewer bits, `sparse+quant` does both.
-        keep_ratio: share of the tokens that are kept, sinks and recent window aside.
+        keep_ratio: share of a prompt's tokens that are kept, the tail among them, sinks and recent window aside.
         quant_bits: 16, 8 or 4 for keys and values alike, or a pair (keys, values).
         tiers: shares of tokens at bits of their own, best scores first; where given, `keep_ratio` and `quant_bits`
             mean nothing.
         warmup_tokens: first tokens kept whole (attention sinks).
         recent_tokens: newest tokens kept whole.
-        tail_tokens: tokens before these at the prompt's end of which none is dropped: what most heads look at is near.
+        tail_tokens: tokens before these at the prompt's end of which none is dropped, since what most heads look at is
+            near; as far as `delay` chunks hold them, and at most half of what is kept.
         chunk_size: tokens judged at once.
         delay: whole chunks that must follow before a chunk is judged.
         scorer: what makes a token important (`kvcache.compressors.registry`).
@@ -53,7 +54,7 @@ class KVCacheConfig:
     tiers: tuple[Tier, ...] = ()
     warmup_tokens: int = 16
     recent_tokens: int = 64
-    tail_tokens: int = 256
+    tail_tokens: int = 1024
     chunk_size: int = 256
     delay: int = 1
     scorer: str = "attention_max"
@@ -196,10 +197,10 @@ def _preset(**values: Any) -> KVCacheConfig:
 
 PRESETS = {
     "none": KVCacheConfig(),
-    "dialogue": _preset(keep_ratio=0.5, quant_bits=8),
-    "logs": _preset(keep_ratio=0.3, quant_bits=4, recent_tokens=48),
-    "extract": _preset(keep_ratio=0.1, quant_bits=4, recent_tokens=48),
-    # nothing is dropped: evicting the last tenth costs five times the divergence of keeping it at 3 and 2 bits
-    "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.25, 4, 4), Tier(0.75, 3, 2))),
-    "aggressive": _preset(quant_bits=4, tiers=(Tier(0.18, 4, 4), Tier(0.3, 3, 2))),
+    "dialogue": _preset(keep_ratio=0.5, quant_bits=8, delay=3),
+    "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=3),
+    "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=3, recent_tokens=32),
+    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens
+    "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))),
+    "aggressive": _preset(keep_ratio=0.42, quant_bits=4, delay=3, recent_tokens=32),
 }

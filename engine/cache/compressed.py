@@ -253,7 +253,7 @@ class CompressedBackend:
         cache.extend(num_tokens, prompt_ends=prompt_ends)
         if self._reconstructs:
             self._reconstruct(sequence, cache.num_due(prompt_ends=prompt_ends), look_ahead)
-        cache.compress(prompt_ends=prompt_ends)
+        cache.compress(None if sequence.is_prefix else sequence.num_prompt_tokens, prompt_ends=prompt_ends)
 
     def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:
         """Let the model repeat the arena's first tokens, a chunk in each pass, and the scorer see what it looks at.
