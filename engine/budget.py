@@ -44,12 +44,23 @@ class Budget:
 def cache_layout(
     model: ModelConfig, config: EngineConfig, element_bytes: int
 ) -> CacheLayout | CompressedLayout:
-    """Return the page layout of a model under a cache policy."""
+    """Return the page layout of a model under a cache policy.
+
+    Raises:
+        ValueError: The policy does not suit the model.
+    """
     shape = (model.num_layers, model.num_kv_heads, model.head_dim, element_bytes)
     if not config.cache.compresses:
         return CacheLayout(*shape, config.cache.page_tokens)
     from kvcache.compressed_layout import CompressedLayout
 
+    if model.head_dim % 16:
+        raise ValueError(
+            f"a compressed cache needs heads of a multiple of 16, not {model.head_dim}; use preset none"
+        )
+    weights = config.cache.layer_budget
+    if weights and len(weights) != model.num_layers:
+        raise ValueError(f"layer_budget has {len(weights)} weights, but the model {model.num_layers} layers")
     whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
     return CompressedLayout(*shape, whole_bytes, config.cache)
 
@@ -65,6 +76,7 @@ def divide_budget(
 
     Raises:
         BudgetError: The budget does not hold the smallest step and one page of every lane.
+        ValueError: The cache policy does not suit the model.
     """
     layout = cache_layout(model, config, element_bytes)
     # Residual and its norm, q k v and the attention's output and its partner in a merge, gate, up and their product.
@@ -83,6 +95,11 @@ def divide_budget(
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
     workspace_bytes = workspace_tokens * token_bytes + max_sequences * 4 * model.vocab_size
     overlaps = overlaps_compression(config, device)
+    if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:
+        raise BudgetError(
+            f"scorer {config.cache.scorer} judges whole chunks of {config.cache.chunk_size} tokens, but a step has "
+            f"{step_tokens}; give engine.memory_budget and engine.step_tokens more, or cache.chunk_size less"
+        )
     arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens, overlaps)
     pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - arena_bytes)
     if pages < layout.sequence_pages(1):
@@ -96,6 +113,15 @@ def divide_budget(
     return Budget(
         layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas, overlaps
     )
+
+
+def _cuts_no_chunks(config: EngineConfig) -> bool:
+    """Whether the scorer sees attention itself, so that a chunk must be computed in one step."""
+    if not config.cache.judges:
+        return False
+    from kvcache.compressors.registry import get_scorer
+
+    return get_scorer(config.cache.scorer).distance is None
 
 
 def _reconstruction_tokens(config: EngineConfig) -> int:

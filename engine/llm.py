@@ -116,10 +116,12 @@ class LLM:
     def _admit(self) -> bool:
         """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
         head = self.scheduler.waiting[0]
-        tokens = tuple(head.request.prompt_token_ids[: head.request.prefix_tokens])
+        tokens = head.request.prefix
         missing = self.prefixes.missing_pages(tokens)
         if not self.cache.can_open(head.num_pages + missing):
-            self.prefixes.drop_idle(keep=tokens)
+            self.prefixes.drop_idle(
+                {tokens} | {sequence.request.prefix for sequence in self.scheduler.running}
+            )
             missing = self.prefixes.missing_pages(tokens)
         sequence = self.scheduler.admit(lambda pages: self.cache.can_open(pages + missing))
         if sequence is None:

@@ -23,7 +23,7 @@ class StepSample:
         num_decodes: rows in decode.
         num_arenas: arenas held, shared prefixes' included; 0 where nothing is compressed.
         kv_used_bytes: of the pool; where the pool was never fuller, the most since the step before.
-        kv_reserved_bytes: of the pool, for rows admitted; at least those used.
+        kv_reserved_bytes: of the pool, for the rows there are.
     """
 
     step: int

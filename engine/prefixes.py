@@ -42,11 +42,14 @@ class PrefixCache:
             self._caches[tokens] = sequence.cache
         return self._caches[tokens]
 
-    def drop_idle(self, keep: tuple[int, ...]) -> None:
-        """Give back the prefixes other than `keep`; rows that share their pages keep them."""
-        for tokens in [t for t in self._caches if t != keep]:
+    def drop_idle(self, keep: set[tuple[int, ...]]) -> None:
+        """Give back the prefixes other than those to keep, on whose pages running rows depend.
+
+        A prefix holds more than its rows share, so its reservation ends with the last of them.
+        """
+        for tokens in self._caches.keys() - keep:
             self._caches.pop(tokens).free()
 
     def clear(self) -> None:
         """Give back every prefix."""
-        self.drop_idle(keep=())
+        self.drop_idle(keep=set())

@@ -72,6 +72,11 @@ class Request:
     probe_token_ids: Sequence[int] = ()
 
     @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens shared with other requests."""
+        return tuple(self.prompt_token_ids[: self.prefix_tokens])
+
+    @property
     def max_tokens(self) -> int:
         """Tokens of the prompt and of the longest answer."""
         return len(self.prompt_token_ids) + self.sampling.max_new_tokens

@@ -91,6 +91,8 @@ def plan_chunks(prefills: list[Sequence], budget_tokens: int) -> tuple[Chunk, ..
     sizes: list[int] = []
     for sequence in prefills:
         size = min(sequence.chunk_limit, chunk_size(sequence.num_prompt_tokens), budget_tokens)
+        if sequence.whole_chunks and size < sequence.chunk_limit:
+            size = sequence.chunk_limit if sequence.chunk_limit <= budget_tokens else 0
         if size <= 0:
             break
         sizes.append(size)

@@ -54,6 +54,11 @@ class Sequence:
         return min(left, self.cache.open_chunk_tokens) if self.cache else left
 
     @property
+    def whole_chunks(self) -> bool:
+        """Whether the next step must take all that it may, since what a chunk is judged by must not be cut apart."""
+        return self.cache is not None and self.cache.whole_chunks
+
+    @property
     def in_prefill(self) -> bool:
         return self.num_computed_tokens < self.num_prompt_tokens
 

@@ -246,6 +246,8 @@ def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> 
         return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
         raise JobFileError(f"engine.memory_budget: {error}") from error
+    except ValueError as error:  # a policy that does not suit the model
+        raise JobFileError(f"cache: {error}") from error
 
 
 def _describe(stats: "EngineStats") -> str:

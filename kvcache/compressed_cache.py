@@ -48,6 +48,7 @@ class CompressedCache:
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
             everything else is copied.
         background: where chunks are compressed while the model goes on; None: at once.
+        whole_chunks: a chunk must be computed in one step.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class CompressedCache:
         arenas: ArenaPool,
         prefix: "CompressedCache | None" = None,
         background: BackgroundCompressor | None = None,
+        *,
+        whole_chunks: bool = False,
     ):
         layout = self.layout = compressor.layout
         self._compressor = compressor
@@ -67,6 +70,7 @@ class CompressedCache:
         self.arena: Arena | None = Arena(arenas)
         self.num_tokens = 0  # ever cached, kept or not
         self._background = background
+        self.whole_chunks = whole_chunks
         self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
@@ -124,7 +128,7 @@ class CompressedCache:
     @property
     def open_chunk_tokens(self) -> int:
         """The most prompt tokens of one step: the rest of a chunk, since a chunk is judged by those after it."""
-        if not self.layout.config.streaming:
+        if not self.layout.config.streaming and not self.whole_chunks:
             return self.arena.capacity - self.arena.length
         size = self.layout.config.chunk_size
         return size - self.num_tokens % size
@@ -220,9 +224,7 @@ class CompressedCache:
     def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores `[lanes, n]`, keys and values `[lanes, n, D]` of the arena's oldest tokens, sinks left out."""
         arena, sinks = self.arena, self._num_sinks(num_tokens)
-        return tuple(
-            x[:, :, sinks:num_tokens].flatten(0, 1) for x in (arena.scores, arena.keys, arena.values)
-        )
+        return tuple(x.flatten(0, 1)[:, sinks:num_tokens] for x in (arena.scores, arena.keys, arena.values))
 
     def _num_sinks(self, num_tokens: int) -> int:
         """Return how many of the arena's oldest tokens are sinks."""

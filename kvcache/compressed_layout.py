@@ -107,9 +107,9 @@ class CompressedLayout:
                 frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
 
-    def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:
+    def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of `sequence_pages`."""
-        return self.sequence_pages(num_tokens, shared_tokens) * self.page_bytes
+        return self.sequence_pages(num_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many whole frames fit into `num_bytes`."""
@@ -132,7 +132,12 @@ class CompressedLayout:
         return (ratio * judged - tail) / (judged - tail) / ratio
 
     def _judged_tokens(self, prompt_tokens: int) -> int:
-        return max(0, prompt_tokens - self.config.warmup_tokens - self.config.recent_tokens)
+        """Return the tokens of a prompt that are neither sinks nor, as far as the arena holds it, recent window."""
+        config = self.config
+        recent = config.recent_tokens
+        if config.streaming:
+            recent = min(recent, config.delay * config.chunk_size)
+        return max(0, prompt_tokens - config.warmup_tokens - recent)
 
     def fills_pages(self, prompt_tokens: int) -> bool:
         """Whether at a prompt's end those tokens are dropped that fill no page: few of a long one, but dear."""

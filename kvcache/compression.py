@@ -76,7 +76,7 @@ class Compressor:
         if keep_all:
             ratios[-1] = 1 - sum(ratios[:-1])
         tiers = assign_tiers(
-            scores.view(layout.num_layers, layout.num_kv_heads, -1),
+            scores.unflatten(0, (layout.num_layers, layout.num_kv_heads)),
             tuple(ratios),
             config.budget
             if config.judges
@@ -94,11 +94,11 @@ class Compressor:
         shares = []
         for number, (held, page_format) in enumerate(zip(pending, layout.tiers, strict=True)):
             lanes, tokens = (tiers == number).nonzero(as_tuple=True)
-            rows = (lanes, keys[lanes, tokens], values[lanes, tokens])
             if page_format == layout.whole:
-                shares.append(_whole_share(*rows))
+                shares.append(_whole_share(lanes, keys[lanes, tokens], values[lanes, tokens]))
             else:
-                shares.append(self._fill_pages(page_format, held.read_rows(), rows, key_weights))
+                new = (lanes, tokens, keys, values)
+                shares.append(self._fill_pages(page_format, held.read_rows(), new, key_weights))
         if fill_pages:  # of lanes with less than a page some are left
             last = shares[-1]
             shares[-1] = TierShare(
@@ -122,23 +122,39 @@ class Compressor:
         return TierShare(lanes, self._quantise(page_format, lanes, keys, values, None), lanes[:0], none, none)
 
     def _fill_pages(
-        self, page_format: PageFormat, held: Rows, new: Rows, key_weights: Tensor | None
+        self,
+        page_format: PageFormat,
+        held: Rows,
+        new: tuple[Tensor, Tensor, Tensor, Tensor],  # lanes [N], tokens [N], keys and values [lanes, C, D]
+        key_weights: Tensor | None,
     ) -> TierShare:
         """Join new tokens to those held in their lanes, and quantise as many whole pages as there are in each lane."""
-        lanes = torch.cat([held[0], new[0]])
+        held_lanes, *held_rows = held
+        new_lanes, tokens, *chunk = new
+        lanes = torch.cat([held_lanes, new_lanes])
         order = lanes.argsort(stable=True)
         lanes = lanes[order]
-        keys, values = (
-            torch.cat([old.to(x.dtype), x])[order] for old, x in zip(held[1:], new[1:], strict=True)
-        )
         size = page_format.page_tokens
         lengths = torch.bincount(lanes, minlength=self.layout.num_lanes)
         rank = torch.arange(len(lanes)) - (lengths.cumsum(0) - lengths)[lanes]
         full = rank < (lengths // size * size)[lanes]
+
+        def rows(wanted: Tensor) -> list[Tensor]:
+            """Return keys and values of some of the joined tokens: each is copied once, most are a chunk's."""
+            is_new = wanted >= len(held_lanes)
+            old, added = wanted[~is_new], wanted[is_new] - len(held_lanes)
+            where = (new_lanes[added], tokens[added])
+            out = []
+            for before, x in zip(held_rows, chunk, strict=True):
+                joined = x.new_empty(len(wanted), x.shape[2])
+                joined[is_new], joined[~is_new] = x[where], before[old].to(x.dtype)
+                out.append(joined)
+            return out
+
         page_lanes = lanes[full][::size].contiguous()
-        paged = (x[full].unflatten(0, (-1, size)) for x in (keys, values))
+        paged = (x.unflatten(0, (-1, size)) for x in rows(order[full]))
         pages = self._quantise(page_format, page_lanes, *paged, key_weights)
-        return TierShare(page_lanes, pages, lanes[~full], keys[~full], values[~full])
+        return TierShare(page_lanes, pages, lanes[~full], *rows(order[~full]))
 
     def _quantise(
         self,

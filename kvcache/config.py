@@ -3,8 +3,11 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from kvcache.compressors.registry import SCORERS
+
 METHODS = ("none", "sparse", "quant", "sparse+quant")
 BITS = (16, 8, 4, 3, 2)
+BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,11 @@ class KVCacheConfig:
         compress_method: `none` keeps every token at the model's precision, `sparse` drops the least important,
             `quant` keeps history at fewer bits, `sparse+quant` does both.
         keep_ratio: share of a prompt's tokens that are kept, the tail among them, sinks and recent window aside.
-        quant_bits: 16, 8 or 4 for keys and values alike, or a pair (keys, values).
+        quant_bits: 16, 8, 4 or 3 for keys and values alike, or a pair (keys, values).
         tiers: shares of tokens at bits of their own, best scores first; where given, `keep_ratio` and `quant_bits`
             mean nothing.
         warmup_tokens: first tokens kept whole (attention sinks).
-        recent_tokens: newest tokens kept whole.
+        recent_tokens: newest tokens kept whole, of a prompt as far as `delay` chunks hold them.
         tail_tokens: tokens before these at the prompt's end of which none is dropped, since what most heads look at is
             near; as far as `delay` chunks hold them, and at most half of what is kept.
         chunk_size: tokens judged at once.
@@ -141,6 +144,8 @@ class KVCacheConfig:
                 raise ValueError(
                     f"tiers and {' and '.join(sorted(single))} say the same thing twice; give one"
                 )
+            if any(len(tier) != 3 for tier in values["tiers"]):
+                raise ValueError("a tier is [share, key bits, value bits]")
             values["tiers"] = tuple(Tier(*tier) for tier in values["tiers"])
         elif single:
             values["tiers"] = ()  # those of the preset
@@ -163,8 +168,17 @@ class KVCacheConfig:
                 quant or self.bits == (16, 16),
                 f"quant_bits {self.quant_bits} needs a method with quant, not {method}",
             )
-        yield self.compresses or not self.tiers, "tiers need a compress_method other than none"
         total = sum(tier.ratio for tier in self.tiers)
+        if self.tiers:
+            yield self.compresses, "tiers need a compress_method other than none"
+            yield (
+                "sparse" in method or total > 1 - 1e-9,
+                f"tiers of {total:g} of the tokens drop the rest, but compress_method {method} keeps all",
+            )
+            yield (
+                "quant" in method or all(tier.value_bits == 16 for tier in self.tiers),
+                f"tiers of fewer than 16 bits need a method with quant, not {method}",
+            )
         yield total <= 1 + 1e-9, f"the tiers' ratios add up to {total}, more than 1"
         for tier in self.resolved_tiers:
             k, v = tier.key_bits, tier.value_bits
@@ -182,9 +196,17 @@ class KVCacheConfig:
             self.recent_tokens % 16 == 0,
             f"recent_tokens must be a multiple of 16, not {self.recent_tokens}",
         )
+        for name, known in (("scorer", SCORERS), ("budget", BUDGETS)):
+            value = getattr(self, name)
+            yield value in known, f"{name} {value!r} is not known; use one of {', '.join(known)}"
         yield self.chunk_size >= 16, f"chunk_size must be at least 16, not {self.chunk_size}"
         yield self.page_tokens >= 1, f"page_tokens must be at least 1, not {self.page_tokens}"
         yield 0 <= self.floor_ratio <= 1, f"floor_ratio must be in [0, 1], not {self.floor_ratio}"
+        weights = self.layer_budget or ()
+        yield (
+            all(weight >= 0 for weight in weights) and (not weights or sum(weights) > 0),
+            f"layer_budget needs weights of 0 and more, not all of them 0, not {list(weights)}",
+        )
         yield (
             (self.budget == "layered") == bool(self.layer_budget),
             "budget layered and layer_budget go together",
@@ -197,10 +219,10 @@ def _preset(**values: Any) -> KVCacheConfig:
 
 PRESETS = {
     "none": KVCacheConfig(),
-    "dialogue": _preset(keep_ratio=0.5, quant_bits=8, delay=3),
-    "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=3),
-    "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=3, recent_tokens=32),
+    "dialogue": _preset(keep_ratio=0.5, quant_bits=8, delay=4),
+    "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=4, recent_tokens=96),
+    "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4),
     # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens
     "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))),
-    "aggressive": _preset(keep_ratio=0.42, quant_bits=4, delay=3, recent_tokens=32),
+    "aggressive": _preset(keep_ratio=0.44, quant_bits=4, delay=4),
 }

@@ -26,6 +26,8 @@ class SequenceCache:
         PoolExhausted: The pool has too few free pages.
     """
 
+    whole_chunks = False
+
     def __init__(self, pool: PagePool, num_tokens: int, prefix: "SequenceCache | None" = None):
         layout = pool.layout
         self.pool = pool

@@ -23,6 +23,7 @@ class SequenceHandle(Protocol):
     kept_bytes: int  # what its tokens take, shared pages included
     lane_usage: LaneUsage | None  # what its lanes keep; None where every lane keeps every token
     open_chunk_tokens: int  # the most prompt tokens it takes in one step
+    whole_chunks: bool  # it must take that many
 
     def free(self) -> None:
         """Give everything back."""

@@ -119,6 +119,7 @@ class CompressedBackend:
             self.arenas,
             prefix,
             self._background,
+            whole_chunks=self.scorer is not None and self.scorer.distance is None,
         )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:

@@ -19,7 +19,6 @@ class Observation:
     keys: Tensor  # [KVH, N, D]
     values: Tensor  # [KVH, N, D]
     weights: Tensor  # [KVH, G, C, N] float32
-    num_probes: int = 0  # the last queries of C that are the question's own tokens, not the document's
 
 
 class Scorer(Protocol):

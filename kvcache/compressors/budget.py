@@ -6,10 +6,10 @@ A budget shares out the places of a chunk among its lanes; within a lane the hig
 import torch
 from torch import Tensor
 
-from kvcache.compressors.lane_shares import LaneShares
+from kvcache.compressors.lane_shares import LaneShares, scaled
+from kvcache.config import BUDGETS
 
 EVICTED = -1
-BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
 
 def assign_tiers(
@@ -67,8 +67,10 @@ def _places(
     """Return a mask `[L, KVH, C]` of the `ratio` of tokens that a budget keeps."""
     layers, heads, tokens = scores.shape
     if budget in ("uniform", "layered"):
-        counts = (shares * ratio * tokens).round().clamp_(0, tokens)
-        return ranks < counts[:, None, None]
+        if ratio >= 1:
+            return torch.ones_like(scores, dtype=torch.bool)
+        met = scaled(shares[None, :, None], torch.tensor([ratio], dtype=torch.float64))[0]
+        return ranks < (met * tokens).round()[:, :, None]
     floor = int(floor_ratio * ratio * tokens)
     protected = ranks < floor
     lifted = scores.masked_fill(protected, torch.inf)

@@ -34,7 +34,7 @@ class LaneShares:
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(scores.shape)
         ratios = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
         shares = torch.stack([(rank < ratio * len(order)).double().mean(-1) for ratio in ratios])
-        return cls(_scaled(shares**_SHARPENING, ratios).float())
+        return cls(scaled(shares**_SHARPENING, ratios).cummax(0).values.float())
 
     def counts(self, ratio: float, num_tokens: int, floor_ratio: float) -> Tensor:
         """Return how many of `num_tokens` tokens each lane keeps, int64 `[L, KVH]`, `ratio` of all of them together.
@@ -47,7 +47,9 @@ class LaneShares:
         shares = torch.lerp(self.table[low].double(), self.table[low + 1].double(), place - low)
         above = (shares - floor_ratio * ratio).clamp_min(0)
         mean_above = (1 - floor_ratio) * ratio
-        exact = (floor_ratio * ratio + above * (mean_above / above.mean())).flatten() * num_tokens
+        exact = (
+            floor_ratio * ratio + above * (mean_above / above.mean().clamp_min(1e-12))
+        ).flatten() * num_tokens
         exact.clamp_(max=num_tokens)
         counts = exact.floor()
         missing = max(0, round(ratio * num_tokens * len(exact)) - int(counts.sum()))
@@ -56,12 +58,12 @@ class LaneShares:
         return counts.long().view(shares.shape)
 
 
-def _scaled(
+def scaled(
     shares: Tensor,  # [R, L, KVH]
     ratios: Tensor,  # [R]
 ) -> Tensor:
     """Scale each row so that its mean is its ratio, no share above 1."""
-    low, high = torch.ones(len(ratios)).double(), torch.full((len(ratios),), 1e6).double()
+    low, high = (torch.full((len(ratios),), bound, dtype=torch.float64) for bound in (1e-6, 1e6))
     for _ in range(60):  # halves the interval each time
         middle = ((low.log() + high.log()) / 2).exp()
         too_much = (shares * middle[:, None, None]).clamp(max=1).mean((1, 2)) > ratios

@@ -1,8 +1,12 @@
 """Scorers by name. A scorer's module is imported when it is asked for."""
 
-from importlib import import_module
+from __future__ import annotations
 
-from kvcache.compressors.base import Scorer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache.compressors.base import Scorer  # imports torch, which a policy does not need
 
 # name -> module and class; one method, one file
 SCORERS = {
