@@ -12,7 +12,7 @@ from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts
 
 PROMPT_TOKENS, NEW_TOKENS = 3800, 200
-BUDGET_BYTES = 50_000_000
+BUDGET_BYTES = 100_000_000
 
 
 class AllAnswering(Exception):
@@ -23,6 +23,7 @@ class AllAnswering(Exception):
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     shape = {
+        "num_hidden_layers": 4,
         "max_position_embeddings": 4096,
         "hidden_size": 96,
         "num_attention_heads": 3,
@@ -36,7 +37,7 @@ def model(tmp_path_factory):
 def rows_in_decode(model, preset: str, num_rows: int) -> int:
     """Return how many rows of 4,000 tokens are answered at once; the memory is asked of the tensors."""
     cache = KVCacheConfig.preset(preset)
-    llm = LLM(model, EngineConfig(BUDGET_BYTES, step_tokens=512, max_sequences=300, cache=cache), as_text)
+    llm = LLM(model, EngineConfig(BUDGET_BYTES, step_tokens=256, max_sequences=300, cache=cache), as_text)
     assert llm.cache.allocated_bytes <= BUDGET_BYTES
     plan_step, execute, found = llm.scheduler.plan_step, llm.runner.execute, 0
 

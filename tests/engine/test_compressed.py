@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import LLM, EngineConfig, Request
+from engine.errors import BudgetError
 from engine.models import load_model
 from kvcache import compression
 from kvcache.config import KVCacheConfig, Tier
@@ -258,3 +259,53 @@ def test_a_repetition_is_a_pass_of_its_own_that_the_budget_has_room_for(model, m
     assert max(sizes) == 64 + len(REPEAT)
     plain = make_llm(model, replace(KVZIP, scorer="attention_max"), step_tokens=max(sizes), **small)
     assert llm.budget.workspace_bytes == plain.budget.workspace_bytes
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "mix", "expected_attention", "h2o"])
+def test_a_scorer_that_sees_attention_sees_whole_chunks_in_any_company(model, scorer):
+    cache = replace(PLAIN, scorer=scorer)
+    requests = [Request(i, p, GREEDY) for i, p in enumerate(prompts((700, 333, 80)))]
+    together = make_llm(model, cache, step_tokens=70)
+    alone = [tokens(make_llm(model, cache), [request])[0] for request in requests]
+    assert tokens(together, requests) == alone
+
+
+def test_a_scorer_that_needs_whole_chunks_is_refused_a_smaller_step(model):
+    with pytest.raises(BudgetError, match="whole chunks of 64 tokens, but a step has 48"):
+        make_llm(model, replace(LOSSY, scorer="snapkv"), step_tokens=48)
+
+
+def test_rows_with_prefixes_of_their_own_fit_a_tight_pool(model):
+    cache = replace(LOSSY, tiers=(Tier(0.2, 4, 4),), warmup_tokens=200)
+    layout = make_llm(model, cache).budget.layout
+    pages = 2 * layout.sequence_pages(700 + 60, 300, 60) + layout.sequence_pages(300)
+    llm = make_llm(model, cache, pool_pages=pages)
+    requests = []
+    for number, prompt in enumerate(prompts((700, 701, 702, 703))):
+        requests.append(Request(number, prompt, replace(GREEDY, max_new_tokens=60), prefix_tokens=300))
+    execute = llm.runner.execute
+
+    def watched(plan):
+        out = execute(plan)
+        assert llm.cache.frames.num_used <= llm.cache.frames.num_reserved
+        return out
+
+    llm.runner.execute = watched
+    assert [len(generated) for generated in tokens(llm, requests)] == [60] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "cache", "reason"),
+    [
+        ({"head_dim": 24}, LOSSY, "multiple of 16, not 24"),
+        (
+            {},
+            replace(LOSSY, budget="layered", layer_budget=(1.0, 2.0, 1.0)),
+            "3 weights, but the model 2 layers",
+        ),
+    ],
+)
+def test_a_policy_that_does_not_suit_the_model_is_refused(tmp_path, shape, cache, reason):
+    save_tiny_model(tmp_path, "llama", **shape)
+    with pytest.raises(ValueError, match=reason):
+        make_llm(load_model(tmp_path, dtype=torch.float32), cache)

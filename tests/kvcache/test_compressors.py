@@ -141,3 +141,13 @@ def test_a_calibrated_budget_keeps_the_best_of_every_lane():
         order = scores[lane, 0].argsort(descending=True)
         assert (tiers[lane, 0][order[:best]] == 0).all() and (tiers[lane, 0][order[best:kept]] == 1).all()
         assert (tiers[lane, 0][order[kept:]] == EVICTED).all()
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 0.0)])
+def test_a_layered_budget_that_keeps_everything_drops_nothing(weights):
+    tiers = assign_tiers(torch.rand(2, 2, 50), (0.5, 0.5), "layered", layer_weights=weights)
+    assert (tiers != EVICTED).all()
+    kept = assign_tiers(torch.rand(2, 2, 100), (0.45,), "layered", layer_weights=(3.0, 1.0)) != EVICTED
+    assert kept.float().mean() == pytest.approx(
+        0.45, abs=0.01
+    )  # what the first layer cannot use goes to the second
