@@ -5,14 +5,15 @@ partly filled, and a tier of fewer bits holds up to 63 tokens whole in every lan
 """
 
 from dataclasses import dataclass
+from math import lcm
 
 from kvcache.config import KVCacheConfig
-from kvcache.page_format import PageFormat
+from kvcache.page_format import UNIT_BYTES, PageFormat
 
 TIER_PAGE_TOKENS = 64
 WHOLE_PAGE_TOKENS = 16
-# Frames are large against every page format (7 to 21 quantised pages), small against a sequence.
-FRAME_TOKENS = 256
+# Frames are large against every page format, small against a sequence.
+MIN_FRAME_UNITS, MAX_FRAME_UNITS = 64, 512
 LONG_PROMPT_TOKENS = 1024
 # Of what is kept of a prompt: measured at 0.3 and 0.42 of 4,000 tokens, 0.35 to 0.5 were best, at 0.1 less.
 TAIL_RATIO = 0.45
@@ -57,8 +58,11 @@ class CompressedLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a frame, the unit that sequences are counted in."""
-        return 2 * FRAME_TOKENS * self.head_dim * self.whole_bytes
+        """Bytes of a frame, the unit that sequences are counted in: pages of every format fill it without a rest."""
+        units = lcm(*(page_format.page_units for page_format in (self.whole, *self.tiers)))
+        if units > MAX_FRAME_UNITS:
+            units = MAX_FRAME_UNITS
+        return units * -(-MIN_FRAME_UNITS // units) * UNIT_BYTES
 
     @property
     def token_bytes(self) -> int:

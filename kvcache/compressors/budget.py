@@ -69,7 +69,9 @@ def _places(
     if budget in ("uniform", "layered"):
         if ratio >= 1:
             return torch.ones_like(scores, dtype=torch.bool)
-        met = scaled(shares[None, :, None], torch.tensor([ratio], dtype=torch.float64))[0]
+        met = torch.full((layers, 1), ratio, dtype=torch.float64)
+        if budget == "layered":
+            met = scaled(shares[None, :, None], torch.tensor([ratio], dtype=torch.float64))[0]
         return ranks < (met * tokens).round()[:, :, None]
     floor = int(floor_ratio * ratio * tokens)
     protected = ranks < floor
