@@ -12,7 +12,7 @@ from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts
 
 PROMPT_TOKENS, NEW_TOKENS = 3800, 200
-BUDGET_BYTES = 100_000_000
+BUDGET_BYTES = 44_000_000
 
 
 class AllAnswering(Exception):
@@ -23,7 +23,7 @@ class AllAnswering(Exception):
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     shape = {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "max_position_embeddings": 4096,
         "hidden_size": 96,
         "num_attention_heads": 3,
