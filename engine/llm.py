@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 
+from torch import Tensor
+
 from engine.budget import divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
@@ -69,6 +71,27 @@ class LLM:
                 yield from self._step(plan)
         finally:
             self.clear_cache()
+
+    def prefill(self, request: Request) -> tuple[Sequence, Tensor]:
+        """Read a prompt, alone, and keep it until `clear_cache`.
+
+        Returns:
+            its sequence, and the logits `[1, V]` that would choose its first token.
+
+        Raises:
+            ValueError: The request can never run; the message says why.
+        """
+        assert not self.scheduler.running and not self.scheduler.waiting, "other rows are in the engine"
+        problem = self._problem(request)
+        if problem:
+            raise ValueError(problem)
+        self.scheduler.add(Sequence(request, self._pages(request)))
+        if not self._admit():
+            raise ValueError("the pool has no room for the prompt and its prefix together")
+        [sequence] = self.scheduler.running
+        while sequence.in_prefill:
+            _, logits = self.runner.execute(self.scheduler.plan_step())
+        return sequence, logits
 
     def stats(self) -> EngineStats:
         """Return the totals since the engine was made."""
