@@ -60,6 +60,27 @@ class RunDirectory:
         return self.path / "shards"
 
     @property
+    def commits(self) -> Path:
+        """The directory of the records by which shards count; beside them, so that they are nothing but Parquet."""
+        return self.path / "commits"
+
+    def shard_file(self, number: int) -> Path:
+        """One file of the output."""
+        return self.shards / f"part-{number:05d}.parquet"
+
+    def deadletter_file(self, number: int) -> Path:
+        """The rows of a shard without an answer."""
+        return self.path / "deadletter" / f"part-{number:05d}.parquet"
+
+    def commit_file(self, number: int) -> Path:
+        """What says that a shard counts."""
+        return self.commits / f"part-{number:05d}.json"
+
+    def wal_file(self, number: int) -> Path:
+        """The finished rows of a shard that is not written yet."""
+        return self.path / "wal" / f"part-{number:05d}.arrow"
+
+    @property
     def steps(self) -> Path:
         """What the pool held, step by step; written at the end of a run of the engine."""
         return self.path / "stats" / "steps.parquet"
