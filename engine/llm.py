@@ -7,13 +7,14 @@ from collections.abc import Sequence as Tokens
 from engine.budget import divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.prefixes import PrefixCache
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
 from engine.sampling import make_random, sample
-from engine.scheduler import Scheduler
+from engine.scheduler import ALONE_DECODES, Scheduler
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
 
@@ -33,6 +34,7 @@ class LLM:
 
     Raises:
         BudgetError: The byte budget does not hold a step and a sequence.
+        EngineError: It is to be deterministic, and the device cannot be.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
@@ -40,8 +42,15 @@ class LLM:
         self.decode = decode
         self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
-        self.runner = Runner(model, self.cache)
-        self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
+        self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
+        self.scheduler = Scheduler(
+            self.budget.step_tokens, self.budget.max_sequences, alone=config.deterministic
+        )
+        if config.deterministic and not self.runner.treats_rows_alike():
+            raise EngineError(
+                f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
+                "deterministic here; try another dtype"
+            )
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
