@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
 
-from engine.budget import divide_budget
+from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -39,6 +40,7 @@ class LLM:
 
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
         self.model = model
+        self.config = config
         self.decode = decode
         self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
@@ -91,6 +93,25 @@ class LLM:
             kv_peak_bytes=self.cache.peak_bytes,
         )
 
+    @contextmanager
+    def limited(self, step_ratio: float, max_sequences: int) -> Iterator[None]:
+        """Compute and hold less at once in a block: a part of the step's tokens, so many rows at most.
+
+        Enter it only while nothing is generated.
+        """
+        whole = self.scheduler.step_tokens, self.scheduler.max_sequences
+        fewest = self.config.cache.chunk_size if self.config.cache.compresses else MIN_STEP_TOKENS
+        tokens = max(min(whole[0], fewest), int(whole[0] * step_ratio))
+        self._limit(tokens, min(whole[1], max_sequences))
+        try:
+            yield
+        finally:
+            self._limit(*whole)
+
+    def _limit(self, step_tokens: int, max_sequences: int) -> None:
+        self.scheduler.step_tokens = self.prefixes.step_tokens = step_tokens
+        self.scheduler.max_sequences = max_sequences
+
     def clear_cache(self) -> None:
         """Drop every row and give every page back."""
         for sequence in list(self.scheduler.running):
@@ -116,7 +137,7 @@ class LLM:
                     continue
                 problem = self._problem(request)
                 if problem:
-                    yield self._failure(request, problem)
+                    yield Result.failed(request, problem)
                     continue
                 self.scheduler.add(Sequence(request, self._pages(request)))
             if not self._admit():
@@ -222,21 +243,3 @@ class LLM:
         self.scheduler.finish(sequence)
         sequence.cache.free()
         return result
-
-    def _failure(self, request: Request, message: str) -> Result:
-        return Result(
-            request_id=request.request_id,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            error_message=message,
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=0,
-            cached_prompt_tokens=0,
-            num_chunks=0,
-            kv_full_bytes=0,
-            kv_kept_bytes=0,
-            kv_peak_bytes=0,
-            prefill_s=0.0,
-            decode_s=0.0,
-        )

@@ -24,7 +24,9 @@ def test_company_changes_no_bit(model, monkeypatch, preset):
     prefix = torch.randint(3, 199, (70,), generator=random).tolist()
     prompts = [prefix + torch.randint(3, 199, (n,), generator=random).tolist() for n in LENGTHS]
     sampling = [SamplingParams(max_new_tokens=3 + i, ignore_eos=True) for i in range(len(prompts))]
-    requests = [Request(i, p, s, prefix_tokens=70) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
+    requests = [
+        Request(i, p, s, prefix_tokens=70) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
     cache = KVCacheConfig.from_dict({"preset": preset} | ({"tail_tokens": 0} if preset != "none" else {}))
     seen: dict[int, list[torch.Tensor]] = {}
     sample = llm.sample
