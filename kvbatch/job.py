@@ -7,10 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
-from kvbatch.template import check_template, column_names
+from kvbatch.template import check_question, check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
+PART_COLUMNS = {"part", "num_parts"}  # what a part's prompt knows of it
 
 
 class Section(BaseModel):
@@ -54,6 +55,9 @@ class PromptSection(Section):
     template: str
     system: str | None = None
     chat: Literal["auto"] | bool = "auto"  # auto: the tokenizer's chat template where it has one
+    questions: tuple[
+        Annotated[str, Field(min_length=1)], ...
+    ] = ()  # each fills {question}; one answer for each
 
     @field_validator("template", "system")
     @classmethod
@@ -61,6 +65,14 @@ class PromptSection(Section):
         if text is not None:
             check_template(text, num_texts=1 if info.field_name == "template" else 0)
         return text
+
+    @model_validator(mode="after")
+    def _asks_last(self) -> "PromptSection":
+        if self.questions:
+            check_question(self.template)
+            if "question" in column_names(self.system or ""):
+                raise ValueError("{question} must stand in prompt.template, not in prompt.system")
+        return self
 
 
 class GenerationSection(Section):
@@ -81,8 +93,26 @@ class GenerationSection(Section):
 class LongDocumentSection(Section):
     """What happens to a document that does not fit into the model's context."""
 
-    on_too_long: Literal["error", "truncate"] = "error"
+    on_too_long: Literal["error", "truncate", "split"] = "error"
     drop: Literal["head", "middle", "tail"] = "tail"  # the part of the document that truncation leaves out
+    # of split: each part is answered, then what the answers together say, in levels where they are too long
+    part_tokens: Count | None = None  # split documents of more tokens; none: those beyond the context
+    overlap_tokens: Annotated[int, Field(ge=0)] = 0  # of the part before, repeated
+    boundary: Literal["code", "paragraph", "line"] = "paragraph"  # where parts end, if such a place is near
+    part_prompt: str | None = (
+        None  # asked of a part, may use {part} and {num_parts}; none: the prompt's template
+    )
+    reduce_prompt: str | None = (
+        None  # asked of the answers, which are its {text}; none: the prompt's template
+    )
+    keep_parts: bool = False  # write the parts' answers too
+
+    @field_validator("part_prompt", "reduce_prompt")
+    @classmethod
+    def _parses(cls, text: str | None) -> str | None:
+        if text is not None:
+            check_template(text, num_texts=1)
+        return text
 
 
 class CacheSection(Section):
@@ -168,14 +198,41 @@ class Job(Section):
     @model_validator(mode="after")
     def _columns_are_listed(self) -> "Job":
         if self.input.passthrough != "all":
-            for key in ("template", "system"):
-                for name in column_names(getattr(self.prompt, key) or ""):
+            for key, names in self.prompt_columns.items():
+                for name in names:
                     if name not in self.input.passthrough:
                         raise ValueError(
-                            f"prompt.{key} uses {{{name}}}, which input.passthrough does not list; "
+                            f"{key} uses {{{name}}}, which input.passthrough does not list; "
                             f"add {name!r} to input.passthrough, or double the braces to mean them literally"
                         )
         return self
+
+    @model_validator(mode="after")
+    def _parts_are_asked(self) -> "Job":
+        if self.prompt.questions:
+            for key in ("part_prompt", "reduce_prompt"):
+                template = getattr(self.long_document, key)
+                if template is not None:
+                    try:
+                        check_question(template)
+                    except ValueError as error:
+                        raise ValueError(f"long_document.{key}: {error}") from error
+        return self
+
+    @property
+    def prompt_columns(self) -> dict[str, list[str]]:
+        """The columns that each template of the job needs beside text and id."""
+        own = {"question"} if self.prompt.questions else set()
+        templates = {
+            "prompt.template": (self.prompt.template, own),
+            "prompt.system": (self.prompt.system, set()),
+            "long_document.part_prompt": (self.long_document.part_prompt, own | PART_COLUMNS),
+            "long_document.reduce_prompt": (self.long_document.reduce_prompt, own),
+        }
+        return {
+            key: [name for name in column_names(template or "") if name not in known]
+            for key, (template, known) in templates.items()
+        }
 
     @property
     def output_dir(self) -> str:

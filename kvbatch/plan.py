@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 
 from engine.packing import PackItem, pack
 from kvbatch.job import Job
+from kvbatch.long_document import LongDocuments
 from kvbatch.prompt import Prompt, PromptBuilder
+from kvbatch.row_need import RowNeed, row_need
 from kvbatch.writer import atomic_file, write_table
 
 if TYPE_CHECKING:
@@ -35,13 +37,14 @@ PLAN_SCHEMA = pa.schema(
         ("error_code", pa.string()),
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
-        ("prompt_tokens", pa.int64()),
+        ("prompt_tokens", pa.int64()),  # of all parts and questions
         ("dropped_tokens", pa.int64()),
         ("truncation_side", pa.string()),
+        ("parts", pa.int32()),  # that the document is split into, each with a prompt of its own
         ("shard", pa.int32()),
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
-        ("predicted_kv_bytes", pa.int64()),
+        ("predicted_kv_bytes", pa.int64()),  # of all its requests that run at once
     ]
 )
 BIN_SCHEMA = pa.schema(
@@ -103,9 +106,8 @@ class Planner:
         self._job = job
         self._builder = builder
         self._budget = budget
-        self.max_prompt_tokens = max_context - job.generation.max_new_tokens
-        prefix = len(builder.prefix_ids)
-        self._prefix_pages = budget.layout.sequence_pages(prefix) if prefix else 0
+        self._prompts = LongDocuments(builder, job, max_context - job.generation.max_new_tokens)
+        self._needs: dict[int, RowNeed] = {}  # of the window's rows that run, by their index
         self.summary = PlanSummary()
         self._hashes: dict[str, Any] = {}
 
@@ -148,9 +150,7 @@ class Planner:
         for batch in _text_batches(
             [(row, d) for row, d in zip(rows, documents, strict=True) if d.status == "ok"]
         ):
-            prompts = self._builder.build_batch(
-                [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
-            )
+            prompts = self._prompts.build_batch([document for _, document in batch])
             for (row, _), prompt in zip(batch, prompts, strict=True):
                 self._judge(row, prompt)
             on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
@@ -180,32 +180,33 @@ class Planner:
 
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""
-        layout = self._budget.layout
-        new_tokens = self._job.generation.max_new_tokens
-        total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
         message = prompt.message
         if prompt.runs:
-            pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)
-            row["predicted_kv_bytes"] = pages * layout.page_bytes
-            if pages + self._prefix_pages > self._budget.capacity_pages:
+            need = row_need(prompt, self._budget, self._job.generation.max_new_tokens)
+            row["parts"] = len(prompt.parts) or 1
+            row["predicted_kv_bytes"] = need.num_pages * self._budget.layout.page_bytes
+            if need.least_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"
+                page_bytes = self._budget.layout.page_bytes
                 message = (
-                    f"{prompt.num_tokens:,} prompt tokens and up to {total - prompt.num_tokens:,} new ones "
-                    f"need {(pages + self._prefix_pages) * layout.page_bytes:,} bytes of KV cache, "
-                    f"engine.memory_budget leaves {self._budget.capacity_pages * layout.page_bytes:,}"
+                    f"{need.largest_tokens:,} prompt tokens and up to {self._job.generation.max_new_tokens:,} new ones "
+                    f"need {need.least_pages * page_bytes:,} bytes of KV cache, "
+                    f"engine.memory_budget leaves {self._budget.capacity_pages * page_bytes:,}"
                 )
-        if row["outcome"] not in ("fits", "truncated"):
+            else:
+                self._needs[row["index"]] = need
+        if row["outcome"] not in ("fits", "truncated", "split"):
             row["status"], row["error_code"], row["error_message"] = "error", row["outcome"], message
 
     def _pack(self, rows: list[dict[str, Any]]) -> None:
         """Give the rows that run their bin and their order."""
         summary, layout = self.summary, self._budget.layout
         items = [
-            PackItem(i, row["predicted_kv_bytes"] // layout.page_bytes, 0, self._prefix_pages)
+            PackItem(i, need.num_pages, need.prefix, need.prefix_pages, need.num_sequences)
             for i, row in enumerate(rows)
-            if row["status"] == "ok"
+            if (need := self._needs.pop(row["index"], None))
         ]
         order = 0
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):

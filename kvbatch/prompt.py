@@ -6,8 +6,8 @@ placeholder is the same for every row, so its keys and values can be too.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from kvbatch.errors import JobFileError
@@ -15,7 +15,7 @@ from kvbatch.job import LongDocumentSection, PromptSection
 from kvbatch.template import Piece, parse_template
 from kvbatch.tokens import PieceTokenizer
 
-Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt"]
+Outcome = Literal["fits", "truncated", "split", "too_long", "missing_column", "empty_prompt"]
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
@@ -44,21 +44,43 @@ class PromptDocument(Protocol):
 
 
 @dataclass(frozen=True)
+class PromptRequest:
+    """What the engine is asked: the first `prefix_tokens` are shared, `probe_ids` are the question's own tokens."""
+
+    token_ids: list[int]
+    prefix_tokens: int
+    probe_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt ready to run, or the reason why there is none."""
 
-    token_ids: list[int]  # empty unless it fits
-    num_tokens: int  # for a prompt that does not fit: the tokens it would have
+    token_ids: list[int]  # empty unless it fits; with several questions, what precedes each of them
+    num_tokens: int  # of all its requests; for a prompt that does not fit: the tokens it would have
     prefix_tokens: int  # of these, the ones shared with all rows
     dropped_tokens: int = 0
     truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
     outcome: Outcome = "fits"
     message: str | None = None
+    probe_ids: list[int] = field(default_factory=list)
+    tails: Sequence[list[int]] = ()  # of several questions, each with what follows it
+    parts: Sequence["Prompt"] = ()  # of a document that was split
+    reduce_tokens: int = 0  # the most tokens of a prompt over the parts' answers
 
     @property
     def runs(self) -> bool:
         """Whether there are token ids to run."""
-        return self.outcome in ("fits", "truncated")
+        return self.outcome in ("fits", "truncated", "split")
+
+    @property
+    def requests(self) -> list[PromptRequest]:
+        """What to ask: each question, of a split document part by part."""
+        if self.parts:
+            return [request for part in self.parts for request in part.requests]
+        if not self.tails:
+            return [PromptRequest(self.token_ids, self.prefix_tokens, self.probe_ids)]
+        return [PromptRequest(self.token_ids + tail, len(self.token_ids), []) for tail in self.tails]
 
 
 class PromptBuilder:
@@ -66,7 +88,7 @@ class PromptBuilder:
 
     Args:
         tokenizer: the model's, from transformers.
-        prompt: the job file's section.
+        prompt: the job file's section. Where it has several questions, a document is read once for all of them.
 
     Attributes:
         prefix_ids: tokens that begin every prompt.
@@ -76,6 +98,7 @@ class PromptBuilder:
     """
 
     def __init__(self, tokenizer: Any, prompt: PromptSection):
+        self._tokenizer, self._section = tokenizer, prompt
         self._tokens = PieceTokenizer(tokenizer)
         chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
         pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
@@ -87,23 +110,36 @@ class PromptBuilder:
         self._rest = [
             piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
         ]
+        questions = self._tokens.documents(prompt.questions)
+        self._tails: list[list[int]] = []
+        if questions:
+            place = self._rest.index("question")
+            after = [token for part in self._rest[place + 1 :] for token in part]
+            self._tails = [question + after for question in questions]
+            del self._rest[place:]
+        if len(questions) == 1:  # nothing to share
+            self._rest.append(self._tails.pop())
         written = parse_template(prompt.template)
-        asks_after = not written[-1].is_placeholder and written[-1].text.strip()
+        asks_after = questions or (not written[-1].is_placeholder and written[-1].text.strip())
         before = "" if asks_after or written[0].is_placeholder else written[0].text.strip()
         self._question_before: list[int] = self._tokens.markup(before) if before else []
 
     @property
     def num_static_tokens(self) -> int:
-        """Tokens of a prompt before anything is put into it."""
-        return len(self.prefix_ids) + sum(len(part) for part in self._rest if isinstance(part, list))
+        """Tokens of a prompt before anything is put into it, with the longest question."""
+        static = sum(len(part) for part in self._rest if isinstance(part, list))
+        return len(self.prefix_ids) + static + max(map(len, self._tails), default=0)
 
     @property
     def probe_ids(self) -> list[int]:
         """The question's own tokens, by which a compressing cache judges a document while it is read.
 
         What follows the document, down to the head of the answer; where the question stands before the document,
-        that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones.
+        that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones. None for several questions: what a
+        document keeps must serve each of them.
         """
+        if self._tails:
+            return []
         tail = self._rest[-1] if self._rest and isinstance(self._rest[-1], list) else []
         return (self._question_before + tail)[-MAX_PROBE_TOKENS:]
 
@@ -118,6 +154,38 @@ class PromptBuilder:
         from engine.calibration import calibration_text
 
         return self._tokens.markup(calibration_text())
+
+    def with_template(self, template: str, *, questions: bool = True) -> "PromptBuilder":
+        """Return a builder for another template.
+
+        Args:
+            questions: ask the section's questions; otherwise `{question}` is a column.
+        """
+        changes = {"template": template} | ({} if questions else {"questions": ()})
+        return PromptBuilder(self._tokenizer, self._section.model_copy(update=changes))
+
+    def count(self, text: str) -> int:
+        """Return the tokens of a foreign text."""
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a foreign text."""
+        return self._tokens.documents([text])[0]
+
+    def token_ends(self, text: str) -> list[int]:
+        """Return where each token of a foreign text ends, in characters."""
+        return self._tokens.document_ends(text)
+
+    def num_frame_tokens(self, document: PromptDocument) -> int:
+        """Return the tokens of a prompt without the document's text."""
+        values = (_value(document, part) for part in self._rest if isinstance(part, str) and part != "text")
+        return self.num_static_tokens + sum(self.count(value) for value in values if value)
+
+    def build_around(self, document: PromptDocument, text_ids: list[int]) -> Prompt:
+        """Build a prompt with these tokens in the place of the document's text, without a limit."""
+        names = [part for part in self._rest if isinstance(part, str)]
+        filled = [text_ids if name == "text" else self.encode(_value(document, name) or "") for name in names]
+        return self._fill(filled)
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one document; see `build_batch`."""
@@ -153,8 +221,9 @@ class PromptBuilder:
         total = self.num_static_tokens + sum(map(len, filled))
         side = None
         dropped = 0
-        if total > max_prompt_tokens:
-            place = [part for part in self._rest if isinstance(part, str)].index("text")
+        place = [part for part in self._rest if isinstance(part, str)].index("text")
+        most = policy.part_tokens if policy.on_too_long == "split" else None
+        if total > max_prompt_tokens or (most and len(filled[place]) > most):
             room = max_prompt_tokens - (total - len(filled[place]))
             kept = (
                 self._cut(document.text or "", room, policy.drop) if policy.on_too_long == "truncate" else []
@@ -169,13 +238,20 @@ class PromptBuilder:
             dropped = len(filled[place]) - len(kept)
             filled[place] = kept
             side = policy.drop
+        prompt = self._fill(filled)
+        if prompt.num_tokens == len(self.prefix_ids):  # nothing that the engine could continue from
+            return self._refusal("empty_prompt", "the text has no tokens", prompt.num_tokens)
+        if side:
+            return replace(prompt, dropped_tokens=dropped, truncation_side=side, outcome="truncated")
+        return prompt
+
+    def _fill(self, filled: Iterable[list[int]]) -> Prompt:
         ids = list(self.prefix_ids)
         values = iter(filled)
         for part in self._rest:
             ids += part if isinstance(part, list) else next(values)
-        if len(ids) == len(self.prefix_ids):  # nothing that the engine could continue from
-            return self._refusal("empty_prompt", "the text has no tokens", len(ids))
-        return Prompt(ids, len(ids), len(self.prefix_ids), dropped, side, "truncated" if side else "fits")
+        num_tokens = sum(len(ids) + len(tail) for tail in self._tails or [[]])
+        return Prompt(ids, num_tokens, len(self.prefix_ids), probe_ids=self.probe_ids, tails=self._tails)
 
     def _cut(self, text: str, room: int, drop: str) -> list[int]:
         """Return at most `room` of the text's tokens, without `drop` of it and without half characters."""

@@ -32,7 +32,6 @@ from kvbatch.manifest import (
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog, write_heartbeat
 from kvbatch.stop import Stopper
-from kvbatch.template import column_names
 from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
@@ -311,11 +310,11 @@ class JobRunner:
         for warning in self.corpus.warnings:
             self.progress.note(f"warning: {warning}")
         names = self.corpus.passthrough_schema.names
-        for key in ("template", "system"):
-            for name in column_names(getattr(self.job.prompt, key) or ""):
+        for key, columns in self.job.prompt_columns.items():
+            for name in columns:
                 if plan.num_rows and name not in names:
                     raise JobFileError(
-                        f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
+                        f"{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
                     )
         planned = {
             "plan": plan.figures(),

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from engine import Result
     from kvbatch.corpus import Document
 
+ANSWER_FIELDS = [
+    pa.field("question", pa.string()),
+    pa.field("output", pa.string()),
+    pa.field("status", pa.string()),  # ok | error
+    pa.field("finish_reason", pa.string()),
+    pa.field("error_message", pa.string()),
+]
+PART_FIELDS = [
+    pa.field("part", pa.int32()),  # from 0
+    pa.field("question", pa.int32()),  # its place in the list of questions; null if there is none
+    pa.field("output", pa.string()),
+    pa.field("finish_reason", pa.string()),
+]
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
     pa.field("kvb_status", pa.string()),  # ok | rejected | error
@@ -27,6 +40,11 @@ OUTPUT_FIELDS = [
     pa.field("kvb_prompt_tokens", pa.int64()),
     pa.field("kvb_completion_tokens", pa.int64()),
     pa.field("kvb_cached_prompt_tokens", pa.int64()),
+    pa.field("kvb_outcome", pa.string()),  # what the plan made of the document: fits | truncated | split | …
+    pa.field("kvb_n_parts", pa.int32()),
+    pa.field("kvb_n_levels", pa.int32()),  # of answers over answers, of a split document
+    pa.field("kvb_answers", pa.list_(pa.struct(ANSWER_FIELDS))),  # to several questions, in their order
+    pa.field("kvb_parts", pa.list_(pa.struct(PART_FIELDS))),  # what the parts answered, if it is kept
     pa.field("kvb_dropped_tokens", pa.int64()),
     pa.field("kvb_truncation_side", pa.string()),
     pa.field("kvb_n_chunks", pa.int32()),
@@ -102,18 +120,25 @@ class OpenShard:
         """Whether every row that runs has ended."""
         return not self._num_left
 
-    def finish(self, place: int, result: "Result", oom_steps: Sequence[str] = ()) -> dict[str, Any]:
+    def finish(
+        self,
+        place: int,
+        result: "Result",
+        oom_steps: Sequence[str] = (),
+        more_columns: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Take a row's result; return its output columns.
 
         Args:
             oom_steps: what was done before, since memory ran out.
+            more_columns: output columns beside those of the result.
         """
         assert place not in self.finished, "a row ends once"
         gave_up = DEAD_LETTER in oom_steps
         columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
         columns["kvb_attempts"] = 1 + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
-        self.finished[place] = self._planned(place) | columns
+        self.finished[place] = self._planned(place) | columns | dict(more_columns or {})
         self._num_left -= 1
         return self.finished[place]
 
@@ -159,6 +184,8 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
         "kvb_error_message": row["error_message"],
         "kvb_attempts": 0,
         "kvb_prompt_tokens": row["prompt_tokens"],
+        "kvb_outcome": row["outcome"],
+        "kvb_n_parts": row["parts"],
         "kvb_dropped_tokens": row["dropped_tokens"],
         "kvb_truncation_side": row["truncation_side"],
         "kvb_bin": row["bin"],

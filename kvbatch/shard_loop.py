@@ -1,5 +1,6 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,10 +8,13 @@ from engine import Request, Result, SamplingParams
 from kvbatch.commit import commit_shard
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
+from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
 from kvbatch.plan import PlanSummary, read_plan, windows
+from kvbatch.prompt import PromptRequest
 from kvbatch.recovery import Recovered
+from kvbatch.row_work import RowWork
 from kvbatch.runlog import RunLog
 from kvbatch.shard import OUTPUT_FIELDS, OpenShard, row_seed
 from kvbatch.wal import WriteAheadFile
@@ -37,6 +41,11 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
+        limit = runner.model.config.max_context - self._job.generation.max_new_tokens
+        self._prompts = LongDocuments(runner.builder, self._job, limit)
+        self._works: dict[int, RowWork] = {}  # by a row's index
+        self._followers: deque[Request] = deque()
+        self._num_rows = 0
         self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
 
     def run(self, plan: PlanSummary) -> None:
@@ -46,7 +55,8 @@ class ShardLoop:
             InputError: The input is not what was planned.
             OutputError: The run directory cannot be written.
         """
-        requests = drained_before(self._requests(plan), plan.peak_row)
+        self._num_rows = plan.num_rows
+        requests = drained_before(self._with_followers(self._requests(plan)), plan.peak_row)
         try:
             if self._llm is None:
                 for _ in requests:
@@ -59,11 +69,20 @@ class ShardLoop:
             for file in self._write_ahead.values():
                 file.close()
 
-    def _finish(self, result: Result, oom_steps: Sequence[str]) -> None:
-        number, place = divmod(result.request_id, self._job.output.shard_rows)
+    def _finish(self, request_result: Result, oom_steps: Sequence[str]) -> None:
+        request_number, index = divmod(request_result.request_id, self._num_rows)
+        work = self._works[index]
+        followers = work.take(request_number, request_result, oom_steps)
+        self._followers += (self._request(index, *follower) for follower in followers)
+        if not work.is_done:
+            return
+        del self._works[index]
+        result = work.result()
+        number, place = divmod(index, self._job.output.shard_rows)
         shard = self._open[number]
+        columns = work.columns(keep_parts=self._job.long_document.keep_parts)
         with self._runner.stopper.shield():
-            row = shard.finish(place, result, oom_steps)
+            row = shard.finish(place, result, work.oom_steps, columns)
             self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
@@ -71,6 +90,17 @@ class ShardLoop:
             self._log.event("row failed", row_id=row_id, message=result.error_message)
         if shard.is_done:
             self._commit(shard)
+
+    def _with_followers(self, requests: Iterator[Request]) -> Iterator[Request | None]:
+        """Add the requests that answers make possible, before others, so that rows do not stay open for long."""
+        for request in requests:
+            while self._followers:
+                yield self._followers.popleft()
+            yield request
+        while self._works:
+            yield (
+                self._followers.popleft() if self._followers else None
+            )  # None: what they wait for ends first
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
@@ -98,29 +128,32 @@ class ShardLoop:
 
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
         first = shard.number * self._job.output.shard_rows
-        planner_limit = self._runner.model.config.max_context - self._job.generation.max_new_tokens
         for start in range(0, len(shard.running), PROMPT_BATCH):
             places = shard.running[start : start + PROMPT_BATCH]
-            prompts = self._runner.builder.build_batch(
-                [shard.documents[place] for place in places], planner_limit, self._job.long_document
-            )
+            prompts = self._prompts.build_batch([shard.documents[place] for place in places])
             for place, prompt in zip(places, prompts, strict=True):
                 assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
                     "a prompt differs from its plan"
                 )
-                sampling = self._sampling(shard.rows[place]["row_id"])
-                yield Request(
-                    first + place,
-                    prompt.token_ids,
-                    sampling,
-                    prompt.prefix_tokens,
-                    self._runner.builder.probe_ids,
-                )
+                work = RowWork(shard.documents[place], prompt, self._job.prompt.questions, self._prompts)
+                self._works[first + place] = work
+                yield from [self._request(first + place, *request) for request in work.first()]
 
-    def _sampling(self, row_id: str) -> SamplingParams:
+    def _request(self, index: int, number: int, wanted: PromptRequest) -> Request:
+        """Return a request of a row by its number in the row; the first has the row's index for an id."""
+        shard, place = divmod(index, self._job.output.shard_rows)
+        seed = row_seed(self._job.generation.seed, self._open[shard].rows[place]["row_id"])
+        if number:
+            seed = row_seed(seed, str(number))
         values = self._job.generation.model_dump()
         values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
-        return SamplingParams(**values | {"seed": row_seed(self._job.generation.seed, row_id)})
+        return Request(
+            number * self._num_rows + index,
+            wanted.token_ids,
+            SamplingParams(**values | {"seed": seed}),
+            wanted.prefix_tokens,
+            wanted.probe_ids,
+        )
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
@@ -136,14 +169,14 @@ class ShardLoop:
         self._log.event("out of memory", step=step, rows=len(requests))
 
 
-def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
+def drained_before(requests: Iterator[Request | None], request_id: int) -> Iterator[Request | None]:
     """Let the engine drain once, before the first row of the plan's fullest bin.
 
     So this bin is admitted whole, and the bytes held at the peak are those planned: not more, as the pool has no
     more, and not less.
     """
     for request in requests:
-        if request.request_id == request_id:
+        if request is not None and request.request_id == request_id:
             yield None
         yield request
 

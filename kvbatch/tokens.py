@@ -6,6 +6,7 @@ Control tokens are parsed in the first and are plain text in the second, so that
 import json
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvbatch.errors import ModelUnavailable
@@ -80,6 +81,16 @@ class PieceTokenizer:
         Returns:
             ids, and for each whether the text may be cut after it without splitting a character.
         """
+        ids, offsets = self._document(text)
+        follows = [a for a, _ in offsets[1:]] + [len(text)]
+        return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+
+    def document_ends(self, text: str) -> list[int]:
+        """Return where each token of a foreign text ends in it, ascending, in characters."""
+        return list(accumulate((end for _, end in self._document(text)[1]), max))
+
+    def _document(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokenise one foreign text into ids, and for each the characters it stands for."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
@@ -90,8 +101,7 @@ class PieceTokenizer:
             ids += encoding.ids
             offsets += [(a + start, b + start) for a, b in encoding.offsets]
             start = end
-        follows = [a for a, _ in offsets[1:]] + [len(text)]
-        return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+        return ids, offsets
 
 
 def _is_control(content: str, chat_template: str) -> bool:
