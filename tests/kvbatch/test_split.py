@@ -11,7 +11,23 @@ from tests.kvbatch.conftest import make_tokenizer
 TOKENS = PieceTokenizer(make_tokenizer())
 TEXTS = st.lists(
     st.sampled_from(
-        ["\n", "\n\n", " ", "    ", "\r\n", "```\n", "def f(x):\n", "The fox. ", "quick", "é", "e\u0301", "日本", "👩‍👩‍👧", "<s>", "0"]
+        [
+            "\n",
+            "\n\n",
+            " ",
+            "    ",
+            "\r\n",
+            "```\n",
+            "def f(x):\n",
+            "The fox. ",
+            "quick",
+            "é",
+            "e\u0301",
+            "日本",
+            "👩‍👩‍👧",
+            "<s>",
+            "0",
+        ]
     )
     | st.text(max_size=5).filter(lambda text: text.isprintable()),
     max_size=120,
@@ -54,9 +70,9 @@ def test_parts_together_are_the_document_and_each_has_room(text, room, overlap, 
 def test_parts_end_at_the_coarsest_place_near(boundary, text, starts):
     room = count(text) * 4 // 5
     parts = split(text, room, boundary=boundary)
-    assert [text[part.start : part.end].startswith(start) for part, start in zip(parts, starts, strict=True)] == [
-        True
-    ] * 2
+    assert [
+        text[part.start : part.end].startswith(start) for part, start in zip(parts, starts, strict=True)
+    ] == [True] * 2
 
 
 def test_what_is_seen_as_one_character_stays_whole():
