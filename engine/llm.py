@@ -170,13 +170,16 @@ class LLM:
         """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
         head = self.scheduler.waiting[0]
         tokens = head.request.prefix
-        missing = self.prefixes.missing_pages(tokens)
-        if not self.cache.can_open(head.num_pages + missing):
+
+        def fits(num_pages: int) -> bool:
+            missing = self.prefixes.missing_pages(tokens)
+            return self.cache.can_open(num_pages + missing, 2 if missing else 1)
+
+        if not fits(head.num_pages):
             self.prefixes.drop_idle(
                 {tokens} | {sequence.request.prefix for sequence in self.scheduler.running}
             )
-            missing = self.prefixes.missing_pages(tokens)
-        sequence = self.scheduler.admit(lambda pages: self.cache.can_open(pages + missing))
+        sequence = self.scheduler.admit(fits)
         if sequence is None:
             return False
         sequence.admitted_s = time.perf_counter()

@@ -91,8 +91,8 @@ class CompressedLayout:
 
         Args:
             num_tokens: of prompt and answer.
-            shared_tokens: of these, those cached elsewhere; they save no frames, and were judged before it was known
-                how long a prompt they begin.
+            shared_tokens: of these, those cached elsewhere. They were judged before it was known how long a prompt they
+                begin. Their full quantised pages are shared and never make room for others; the rest is copied.
             new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
         """
         config = self.config
@@ -111,12 +111,29 @@ class CompressedLayout:
             if number == 0 and not config.drops:
                 kept += new_tokens
             kept_tokens = int(kept * self.num_lanes) + self._rounding_tokens(prompt_tokens)
+            if page_format != self.whole:
+                kept_tokens -= self._shared_page_tokens(tier.ratio, shared_tokens, new_tokens)
             full_pages = min(kept_tokens, self.num_lanes * num_tokens) // page_format.page_tokens
             if page_format == self.whole:
                 whole_pages += full_pages + self.num_lanes
             else:
                 frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
+
+    def _shared_page_tokens(self, ratio: float, shared_tokens: int, new_tokens: int) -> int:
+        """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
+        config = self.config
+        num_chunks = (
+            shared_tokens // config.chunk_size - config.delay - 1
+        )  # judged, and left the arena by now
+        if not config.streaming or num_chunks < 1:
+            return 0
+        judged = num_chunks * config.chunk_size
+        kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes - self._rounding_tokens(
+            judged
+        )
+        in_decode = new_tokens if config.drops else 0  # pages that would have made room
+        return max(0, kept - (TIER_PAGE_TOKENS + in_decode) * self.num_lanes)
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of `sequence_pages`."""

@@ -105,9 +105,9 @@ class CompressedBackend:
     def num_arenas(self) -> int:
         return self.arenas.num_used
 
-    def can_open(self, num_blocks: int) -> bool:
+    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """See `CacheBackend.can_open`."""
-        return num_blocks <= self.frames.num_available and self.arenas.num_free > 0
+        return num_blocks <= self.frames.num_available and self.arenas.num_free >= num_sequences
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
