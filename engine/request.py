@@ -63,6 +63,8 @@ class Request:
         prefix_tokens: leading prompt tokens that other requests share; their KV is computed once.
         probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
             attend to each chunk before it judges what to keep of it.
+        streams: the prompt may exceed the model's context. It then takes no more memory than one that fills the
+            context, keeps so much less of its tokens, and their positions are re-based (`engine.streaming`).
     """
 
     request_id: int
@@ -70,6 +72,7 @@ class Request:
     sampling: SamplingParams
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
+    streams: bool = False
 
     @property
     def prefix(self) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class GenerationSection(Section):
 class LongDocumentSection(Section):
     """What happens to a document that does not fit into the model's context."""
 
-    on_too_long: Literal["error", "truncate", "split"] = "error"
+    on_too_long: Literal["error", "truncate", "split", "stream"] = "error"
     drop: Literal["head", "middle", "tail"] = "tail"  # the part of the document that truncation leaves out
     # of split: each part is answered, then what the answers together say, in levels where they are too long
     part_tokens: Count | None = None  # split documents of more tokens; none: those beyond the context
@@ -217,6 +217,21 @@ class Job(Section):
                         check_question(template)
                     except ValueError as error:
                         raise ValueError(f"long_document.{key}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> "Job":
+        if self.long_document.on_too_long == "stream":
+            if not self.cache.policy.can_stream:
+                raise ValueError(
+                    "long_document.on_too_long: stream keeps the tokens that matter, which a cache policy must judge "
+                    "chunk by chunk; set cache.preset, to default for one"
+                )
+            if len(self.prompt.questions) > 1:
+                raise ValueError(
+                    "long_document.on_too_long: a streamed document cannot be shared by several prompt.questions; "
+                    "ask one, or split"
+                )
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbatch.errors import JobFileError
 from kvbatch.job import Job, LongDocumentSection
-from kvbatch.prompt import Prompt, PromptBuilder, PromptDocument
+from kvbatch.prompt import MAX_PROBE_TOKENS, Prompt, PromptBuilder, PromptDocument
 from kvbatch.split import split_text
 
 SEPARATOR = "\n\n"  # between partial answers
@@ -35,7 +35,7 @@ class LongDocuments:
         max_prompt_tokens: what the model's context leaves to a prompt.
 
     Raises:
-        JobFileError: The model's context holds no part, or no two partial answers.
+        JobFileError: The model's context holds no part, or no two partial answers, or is too short to stream.
     """
 
     def __init__(self, builder: PromptBuilder, job: Job, max_prompt_tokens: int):
@@ -45,6 +45,14 @@ class LongDocuments:
         self.max_prompt_tokens = max_prompt_tokens
         if self._section.on_too_long == "split":
             self._prepare_split(job.prompt.template)
+        elif self._section.on_too_long == "stream":
+            policy = job.cache.policy
+            newest = (policy.delay + 2) * policy.chunk_size + MAX_PROBE_TOKENS
+            if max_prompt_tokens < newest + policy.chunk_size:
+                raise JobFileError(
+                    f"long_document.on_too_long: to stream, the newest {newest:,} tokens are held whole, of "
+                    f"{max_prompt_tokens:,} that the model's context leaves; lower cache.delay or cache.chunk_size"
+                )
 
     def _prepare_split(self, template: str) -> None:
         section = self._section
@@ -85,12 +93,15 @@ class LongDocuments:
     def build_batch(self, documents: Sequence[PromptDocument]) -> list[Prompt]:
         """Build the prompts of several documents; of each, all that are known before an answer is."""
         prompts = self._builder.build_batch(documents, self.max_prompt_tokens, self._section)
-        if self._section.on_too_long != "split":
-            return prompts
+        make = {"split": self._split, "stream": self._stream}.get(self._section.on_too_long)
         return [
-            self._split(document, prompt) if prompt.outcome == "too_long" else prompt
+            make(document, prompt) if make and prompt.outcome == "too_long" else prompt
             for document, prompt in zip(documents, prompts, strict=True)
         ]
+
+    def _stream(self, document: PromptDocument, refused: Prompt) -> Prompt:
+        prompt = self._builder.build_around(document, self._builder.encode(document.text or ""))
+        return replace(prompt, outcome="streamed", prefix_tokens=0)
 
     def _split(self, document: PromptDocument, refused: Prompt) -> Prompt:
         """Return the prompts of a document's parts, or its refusal where there is no room for them."""

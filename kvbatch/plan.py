@@ -182,22 +182,22 @@ class Planner:
         """Write down what will become of a row."""
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
-        message = prompt.message
+        message, new_tokens = prompt.message, self._job.generation.max_new_tokens
         if prompt.runs:
-            need = row_need(prompt, self._budget, self._job.generation.max_new_tokens)
+            need = row_need(prompt, self._budget, self._prompts.max_prompt_tokens, new_tokens)
             row["parts"] = len(prompt.parts) or 1
             row["predicted_kv_bytes"] = need.num_pages * self._budget.layout.page_bytes
             if need.least_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"
                 page_bytes = self._budget.layout.page_bytes
                 message = (
-                    f"{need.largest_tokens:,} prompt tokens and up to {self._job.generation.max_new_tokens:,} new ones "
+                    f"{need.largest_tokens:,} prompt tokens and up to {new_tokens:,} new ones "
                     f"need {need.least_pages * page_bytes:,} bytes of KV cache, "
                     f"engine.memory_budget leaves {self._budget.capacity_pages * page_bytes:,}"
                 )
             else:
                 self._needs[row["index"]] = need
-        if row["outcome"] not in ("fits", "truncated", "split"):
+        if not prompt.runs or row["outcome"] == "over_budget":
             row["status"], row["error_code"], row["error_message"] = "error", row["outcome"], message
 
     def _pack(self, rows: list[dict[str, Any]]) -> None:

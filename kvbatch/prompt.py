@@ -15,7 +15,7 @@ from kvbatch.job import LongDocumentSection, PromptSection
 from kvbatch.template import Piece, parse_template
 from kvbatch.tokens import PieceTokenizer
 
-Outcome = Literal["fits", "truncated", "split", "too_long", "missing_column", "empty_prompt"]
+Outcome = Literal["fits", "truncated", "split", "streamed", "too_long", "missing_column", "empty_prompt"]
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
@@ -50,6 +50,7 @@ class PromptRequest:
     token_ids: list[int]
     prefix_tokens: int
     probe_ids: list[int]
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Prompt:
     @property
     def runs(self) -> bool:
         """Whether there are token ids to run."""
-        return self.outcome in ("fits", "truncated", "split")
+        return self.outcome in ("fits", "truncated", "split", "streamed")
 
     @property
     def requests(self) -> list[PromptRequest]:
@@ -79,7 +80,8 @@ class Prompt:
         if self.parts:
             return [request for part in self.parts for request in part.requests]
         if not self.tails:
-            return [PromptRequest(self.token_ids, self.prefix_tokens, self.probe_ids)]
+            streams = self.outcome == "streamed"
+            return [PromptRequest(self.token_ids, self.prefix_tokens, self.probe_ids, streams)]
         return [PromptRequest(self.token_ids + tail, len(self.token_ids), []) for tail in self.tails]
 
 

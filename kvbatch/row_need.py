@@ -30,17 +30,21 @@ class RowNeed:
     largest_tokens: int
 
 
-def row_need(prompt: Prompt, budget: "Budget", new_tokens: int) -> RowNeed:
+def row_need(prompt: Prompt, budget: "Budget", max_prompt_tokens: int, new_tokens: int) -> RowNeed:
     """Return what a row that runs needs.
 
     A request over partial answers is counted at the most tokens that it may have.
 
     Args:
+        max_prompt_tokens: what the model's context leaves to a prompt; a streamed one takes as much.
         new_tokens: the most tokens of an answer.
     """
     layout = budget.layout
 
     def pages(tokens: int, shared: int) -> int:
+        if prompt.outcome == "streamed":
+            most = max_prompt_tokens + new_tokens
+            return layout.sequence_pages(most, new_tokens=new_tokens, streamed_tokens=tokens)
         return layout.sequence_pages(tokens + new_tokens, shared, new_tokens)
 
     shared_prefix: tuple[int, ...] = ()

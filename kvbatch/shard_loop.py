@@ -153,6 +153,7 @@ class ShardLoop:
             SamplingParams(**values | {"seed": seed}),
             wanted.prefix_tokens,
             wanted.probe_ids,
+            wanted.streams,
         )
 
     def _commit(self, shard: OpenShard) -> None:

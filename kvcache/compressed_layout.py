@@ -86,7 +86,9 @@ class CompressedLayout:
         moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
         return num_tokens * (self.token_bytes + 4 * self.num_lanes) + moment_bytes
 
-    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
+    def sequence_pages(
+        self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0, streamed_tokens: int = 0
+    ) -> int:
         """Return the most frames that a sequence ever holds.
 
         Args:
@@ -94,6 +96,7 @@ class CompressedLayout:
             shared_tokens: of these, those cached elsewhere. They were judged before it was known how long a prompt they
                 begin. Their full quantised pages are shared and never make room for others; the rest is copied.
             new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
+            streamed_tokens: of a longer prompt, of which no more is kept (`thinning`), though in more chunks.
         """
         config = self.config
         prompt_tokens = num_tokens - new_tokens
@@ -110,10 +113,12 @@ class CompressedLayout:
                 kept += TIER_PAGE_TOKENS
             if number == 0 and not config.drops:
                 kept += new_tokens
-            kept_tokens = int(kept * self.num_lanes) + self._rounding_tokens(prompt_tokens)
+            read_tokens = max(prompt_tokens, streamed_tokens)
+            kept_tokens = int(kept * self.num_lanes) + self._rounding_tokens(read_tokens)
             if page_format != self.whole:
                 kept_tokens -= self._shared_page_tokens(tier.ratio, shared_tokens, new_tokens)
-            full_pages = min(kept_tokens, self.num_lanes * num_tokens) // page_format.page_tokens
+            most_tokens = self.num_lanes * (read_tokens + new_tokens)
+            full_pages = min(kept_tokens, most_tokens) // page_format.page_tokens
             if page_format == self.whole:
                 whole_pages += full_pages + self.num_lanes
             else:
@@ -158,6 +163,12 @@ class CompressedLayout:
             return 1.0
         ratio = sum(tier.ratio for tier in self.config.resolved_tiers)
         return (ratio * judged - tail) / (judged - tail) / ratio
+
+    def thinning(self, streamed_tokens: int, prompt_tokens: int) -> float:
+        """Return what part of a long prompt's chunks is kept, so that it takes what one of `prompt_tokens` takes."""
+        tail = self.tail_tokens(prompt_tokens)
+        judged = self._judged_tokens(max(streamed_tokens, prompt_tokens)) - tail
+        return (self._judged_tokens(prompt_tokens) - tail) / judged if judged > 0 else 1.0
 
     def _judged_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are neither sinks nor, as far as the arena holds it, recent window."""

@@ -202,6 +202,45 @@ def test_parts_that_cannot_be_are_said_before_weights_load(job_file, tokenizer, 
         makers(job_file, tokenizer, "long_document.on_too_long=split", *overrides)
 
 
+def test_stream(job_file, around):
+    small = {"chunk_size": 32, "delay": 1, "recent_tokens": 32, "tail_tokens": 32, "warmup_tokens": 4}
+    path = job_file(
+        around, long_document={"on_too_long": "stream"}, cache={"preset": "logs", "budget": "uniform"} | small
+    )
+    rows, plan, directory = run(path)
+    assert rows["kvb_status"].to_list() == ["ok"] * 4
+    assert rows["kvb_outcome"].to_list() == ["fits", "fits", "streamed", "streamed"]
+    assert rows["kvb_prompt_tokens"].to_list() == plan["prompt_tokens"].to_list()
+    assert rows["kvb_prompt_tokens"][3] > 6 * CONTEXT and rows["kvb_dropped_tokens"].to_list() == [0] * 4
+    assert plan["predicted_kv_bytes"][3] < 1.5 * plan["predicted_kv_bytes"][1]
+    assert (rows["kvb_kv_peak_bytes"] <= plan["predicted_kv_bytes"]).all()
+    summary = load_summary(directory)
+    assert summary["kv_peak_bytes_measured"] <= summary["kv_peak_bytes_predicted"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "match"),
+    [
+        ({}, "set cache.preset"),
+        (
+            {
+                "cache": {"preset": "logs"},
+                "prompt": {"template": "{text} {question}", "questions": ["a", "b"]},
+            },
+            "ask one",
+        ),
+    ],
+)
+def test_what_cannot_stream_is_refused(job_file, sections, match):
+    with pytest.raises(JobFileError, match=match):
+        load_job(job_file([], long_document={"on_too_long": "stream"}, **sections))
+
+
+def test_a_context_too_short_to_stream_is_said_before_weights_load(job_file, tokenizer):
+    with pytest.raises(JobFileError, match="the newest 1,600 tokens are held whole, of 504"):
+        makers(job_file, tokenizer, "long_document.on_too_long=stream", "cache.preset=logs")
+
+
 QUESTIONS = ["What is it?", "Who wrote it at all?", "When?"]
 ASKING = {"template": "Read this.\n{text}\nQuestion: {question}\nAnswer:", "questions": QUESTIONS}
 
