@@ -1,6 +1,7 @@
 """Every policy for documents around the limit: what is asked, what is counted, and that rows come out whole."""
 
 import io
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -12,6 +13,7 @@ from kvbatch.long_document import LongDocuments, group_answers
 from kvbatch.prompt import PromptBuilder
 from kvbatch.report import load_summary
 from kvbatch.run import run_job
+from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 
 CONTEXT = 512
@@ -202,10 +204,16 @@ def test_parts_that_cannot_be_are_said_before_weights_load(job_file, tokenizer, 
         makers(job_file, tokenizer, "long_document.on_too_long=split", *overrides)
 
 
-def test_stream(job_file, around):
+def test_stream(job_file, around, tmp_path, tiny_model):
+    save_tiny_model(tmp_path / "model", "llama", vocab_size=320, max_position_embeddings=CONTEXT)
+    for file in (*tiny_model.glob("*token*.j*"), *tiny_model.glob("chat*")):
+        shutil.copy(file, tmp_path / "model")
     small = {"chunk_size": 32, "delay": 1, "recent_tokens": 32, "tail_tokens": 32, "warmup_tokens": 4}
     path = job_file(
-        around, long_document={"on_too_long": "stream"}, cache={"preset": "logs", "budget": "uniform"} | small
+        around,
+        model={"path": "model"},
+        long_document={"on_too_long": "stream"},
+        cache={"preset": "logs", "budget": "uniform"} | small,
     )
     rows, plan, directory = run(path)
     assert rows["kvb_status"].to_list() == ["ok"] * 4
