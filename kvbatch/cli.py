@@ -3,17 +3,23 @@
 Commands import what they need when they run, so that help, reports and runs with nothing new start at once.
 """
 
+import importlib
 import json
 import logging
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbatch import __version__
 from kvbatch.errors import Interrupted, KvbatchError
+
+if TYPE_CHECKING:
+    from kvbatch.job import Job
+    from kvbatch.run import RunOutcome
 
 EXIT_INTERNAL = KvbatchError.exit_code
 EXIT_INTERRUPTED = Interrupted.exit_code
@@ -73,26 +79,109 @@ def _guarded(context: click.Context, command: Callable[[], int]) -> None:
     context.exit(code)
 
 
+class _Parsed(click.ParamType):
+    """Read an option by a function of another module, which is imported only then."""
+
+    def __init__(self, module: str, function: str):
+        self.name, self._module, self._function = function, module, function
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType.convert`."""
+        if not isinstance(value, str):
+            return value
+        read = operator.attrgetter(self._function)(importlib.import_module(self._module))
+        try:
+            return read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `run` and `resume` share."""
+    options = (
+        click.option(
+            "-s",
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set a key: -s input.limit=5.",
+        ),
+        click.option(
+            "--if-locked",
+            type=_Parsed("kvbatch.lock", "IfLocked.parse"),
+            default="fail",
+            metavar="fail|skip|wait:SECONDS",
+            help="What to do while another process runs the job: exit 75 (fail), exit 0 (skip), wait.",
+        ),
+        click.option(
+            "--deadline",
+            type=_Parsed("kvbatch.stop", "seconds_until"),
+            metavar="HH:MM",
+            help="Stop at this time of the local clock, exit 75.",
+        ),
+        click.option(
+            "--max-runtime",
+            type=_Parsed("kvbatch.stop", "parse_duration"),
+            metavar="5h",
+            help="Stop after this time, exit 75.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _run(
+    load: "Callable[[], Job]", deadline: float | None, max_runtime: float | None, **how: Any
+) -> "RunOutcome":
+    from kvbatch.run import run_job
+    from kvbatch.stop import stop_on_signals
+
+    limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
+    stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
+    with stop_on_signals(stop_at=stop_at) as stopper:
+        return run_job(load(), stopper=stopper, **how)
+
+
 @cli.command()
 @click.argument("job_file", type=click.Path(path_type=Path))
-@click.option(
-    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -s input.limit=5."
-)
-@click.option("--new-run", is_flag=True, help="Run again even if nothing is new.")
+@click.option("--new-run", is_flag=True, help="Begin anew, whatever there is.")
+@_run_options
 @click.pass_context
-def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], new_run: bool) -> None:
-    """Run the job of JOB_FILE."""
+def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Run the job of JOB_FILE, or go on with its latest run if that was stopped."""
 
     def command() -> int:
         from kvbatch.config import load_job
-        from kvbatch.run import run_job
-        from kvbatch.stop import stop_on_signals
 
-        with stop_on_signals() as stopper:
-            outcome = run_job(load_job(job_file, overrides), new_run=new_run, stopper=stopper)
+        outcome = _run(lambda: load_job(job_file, overrides), **options)
         if not outcome.is_new:
             click.echo(f"Nothing new: job, model and input are those of the run in {outcome.run.path}.")
             click.echo(f"Output: {outcome.run.shards}/part-*.parquet (--new-run runs the job again)")
+            return 0
+        click.echo(_rendered(outcome.run.path))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@_run_options
+@click.pass_context
+def resume(context: click.Context, run_path: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
+
+    def command() -> int:
+        from kvbatch.config import load_job
+        from kvbatch.manifest import open_run
+
+        found = open_run(run_path)
+        job_file = found.path / "job.resolved.yaml"
+        outcome = _run(lambda: load_job(job_file, overrides), resume=found, **options)
+        if not outcome.is_new:
+            click.echo(f"Nothing to do: {outcome.run.path} is complete.")
             return 0
         click.echo(_rendered(outcome.run.path))
         return 0

@@ -7,7 +7,7 @@ in its order.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,15 @@ class PlanSummary:
         """Bytes that the bins fill, of the bytes that the pool offers to each."""
         total = sum(item["predicted_kv_bytes"] for item in self.bins)
         return total / (len(self.bins) * self.predicted_kv_peak_bytes) if self.bins else None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a manifest keeps: all but the bins, which have a file of their own."""
+        return {key: value for key, value in asdict(self).items() if key != "bins"}
+
+    @classmethod
+    def load(cls, run_dir: Path, figures: dict[str, Any]) -> "PlanSummary":
+        """Return the summary of a plan made earlier."""
+        return cls(**figures, bins=pq.read_table(run_dir / "stats" / "bins.parquet").to_pylist())
 
 
 class Planner:

@@ -1,15 +1,19 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
-from kvbatch.config import config_hash
+from kvbatch.commit import commit_shard
 from kvbatch.errors import InputError
+from kvbatch.fingerprint import config_hash
 from kvbatch.manifest import RunDirectory
+from kvbatch.memory_ladder import MemoryLadder
 from kvbatch.plan import PlanSummary, read_plan, windows
+from kvbatch.recovery import Recovered
 from kvbatch.runlog import RunLog
-from kvbatch.shard import OpenShard, row_seed
+from kvbatch.shard import OUTPUT_FIELDS, OpenShard, row_seed
+from kvbatch.wal import WriteAheadFile
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -19,34 +23,48 @@ PROMPT_BATCH = 32  # prompts made ahead of the engine
 
 
 class ShardLoop:
-    """Feed the engine from the second pass, and write shards as their rows end."""
+    """Feed the engine from the second pass, and write shards as their rows end.
 
-    def __init__(self, runner: "JobRunner", run: RunDirectory, log: RunLog, llm: "LLM | None"):
+    A row is in the write-ahead file of its shard as soon as it has ended. What was recovered is not run again.
+    """
+
+    def __init__(
+        self, runner: "JobRunner", run: RunDirectory, log: RunLog, llm: "LLM | None", recovered: Recovered
+    ):
         self._runner, self._run, self._log, self._llm = runner, run, log, llm
+        self._recovered = recovered
         self._job = runner.job
+        self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
+        self._write_ahead: dict[int, WriteAheadFile] = {}
         self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
 
     def run(self, plan: PlanSummary) -> None:
-        """Run every planned row.
+        """Run every planned row that was not recovered.
 
         Raises:
             InputError: The input is not what was planned.
             OutputError: The run directory cannot be written.
         """
-        requests = self._requests(plan)
-        if self._llm is None:
-            for _ in requests:
-                raise AssertionError("a row wants to run, but the plan has none")
-        else:
-            for result in self._llm.generate(drained_before(requests, plan.peak_row)):
-                self._finish(result)
-        assert not self._open, "the engine kept rows to itself"
+        requests = drained_before(self._requests(plan), plan.peak_row)
+        try:
+            if self._llm is None:
+                for _ in requests:
+                    raise AssertionError("a row wants to run, but the plan has none")
+            else:
+                for result, oom_steps in MemoryLadder(self._llm, self._note_oom).generate(requests):
+                    self._finish(result, oom_steps)
+            assert not self._open, "the engine kept rows to itself"
+        finally:
+            for file in self._write_ahead.values():
+                file.close()
 
-    def _finish(self, result: Result) -> None:
+    def _finish(self, result: Result, oom_steps: Sequence[str]) -> None:
         number, place = divmod(result.request_id, self._job.output.shard_rows)
         shard = self._open[number]
-        shard.results[place] = result
+        with self._runner.stopper.shield():
+            row = shard.finish(place, result, oom_steps)
+            self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
             row_id = shard.rows[place]["row_id"]
@@ -61,8 +79,14 @@ class ShardLoop:
         for number, documents in enumerate(
             windows(self._runner.corpus.documents(), self._job.output.shard_rows)
         ):
-            shard = OpenShard(number, documents, next(rows, []))
+            planned = next(rows, [])
+            if number in self._recovered.committed:
+                self._runner.progress.advance(len(documents), 0)
+                continue
+            finished = self._recovered.rows.pop(number, {})
+            shard = OpenShard(number, documents, planned, self._job.generation.seed, self._common, finished)
             self._open[number] = shard
+            self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
             if shard.is_done:
                 self._commit(shard)
@@ -100,10 +124,16 @@ class ShardLoop:
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
-            rows = shard.output_rows(self._job.generation.seed, self._run.run_id, config_hash(self._job))
-            shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run.path)
+            rows = shard.output_rows()
+            shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
+            self._write_ahead.pop(shard.number).close()
+            commit_shard(self._run, shard.number)
             del self._open[shard.number]
         self._log.event("shard written", shard=shard.number, rows=len(rows))
+
+    def _note_oom(self, step: str, requests: Sequence[Request]) -> None:
+        self._runner.progress.note(f"memory ran out: {step.replace('_', ' ')} for {len(requests):,} rows")
+        self._log.event("out of memory", step=step, rows=len(requests))
 
 
 def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
