@@ -9,16 +9,17 @@ import logging
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbatch import __version__
-from kvbatch.errors import Interrupted, KvbatchError
+from kvbatch.errors import Interrupted, JobFileError, KvbatchError, LimitExceeded
 
 if TYPE_CHECKING:
-    from kvbatch.job import Job
+    from kvbatch.job import Job, QualityGuardSection
     from kvbatch.run import RunOutcome
 
 EXIT_INTERNAL = KvbatchError.exit_code
@@ -185,6 +186,103 @@ def resume(context: click.Context, run_path: Path, overrides: tuple[str, ...], *
             return 0
         click.echo(_rendered(outcome.run.path))
         return 0
+
+    _guarded(context, command)
+
+
+_OVERRIDES = click.option(
+    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -s cache.preset=logs."
+)
+_SAMPLE = click.option(
+    "--sample", type=click.IntRange(min=1), help="Rows to compare; as the job says, or 20."
+)
+
+
+def _limits(job: "Job", **given: Any) -> "QualityGuardSection":
+    """Return the job's quality guard, or the default one, with what the command line changes."""
+    from kvbatch.job import QualityGuardSection
+
+    guard = job.quality_guard or QualityGuardSection()
+    return guard.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+@cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@_OVERRIDES
+@_SAMPLE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sampled row.")
+@click.pass_context
+def quality(
+    context: click.Context, job_file: Path, overrides: tuple[str, ...], sample: int | None, as_json: bool
+) -> None:
+    """Compare the cache of JOB_FILE with the full one, on a sample of its rows; exit 65 over a limit."""
+
+    def command() -> int:
+        from kvbatch.config import load_job
+        from kvbatch.quality import QualitySample, judge
+        from kvbatch.run import opened_job
+        from kvbatch.stop import stop_on_signals
+
+        job = load_job(job_file, overrides)
+        policy, limits = job.cache.policy, _limits(job, sample=sample)
+        if not policy.compresses:
+            raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
+        with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
+            runner.progress.start("judging", limits.sample)
+            rows = QualitySample(runner, limits.sample, runner.progress.advance).compare({"job": policy})
+        verdict = judge(rows, limits)
+        if as_json:
+            click.echo(json.dumps(asdict(verdict) | {"rows": rows}, ensure_ascii=False))
+        else:
+            click.echo(f"quality      {verdict}")
+            for problem in verdict.problems:
+                click.echo(f"limit        {problem}")
+        return 0 if verdict.holds else LimitExceeded.exit_code
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@_OVERRIDES
+@_SAMPLE
+@click.option("--max-nll-delta", type=float, metavar="NATS", help="Limit; as the job says, or 0.03.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def tune(
+    context: click.Context,
+    job_file: Path,
+    overrides: tuple[str, ...],
+    plot_file: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Find the cheapest cache that keeps the quality limits on a sample of the rows of JOB_FILE."""
+
+    def command() -> int:
+        from kvbatch import tune
+        from kvbatch.config import load_job
+        from kvbatch.run import opened_job
+        from kvbatch.stop import stop_on_signals
+
+        job = load_job(job_file, overrides)
+        limits = _limits(job, **given)
+        with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
+            runner.progress.start("judging", limits.sample)
+            found = tune.tune(runner, limits)
+        if plot_file:
+            tune.plot(found, plot_file)
+        best = tune.cheapest(found)
+        if as_json:
+            candidates = [
+                {"name": c.name, "cache": dict(c.keys), "holds": c.verdict.holds, **asdict(c.verdict)}
+                for c in found
+            ]
+            click.echo(json.dumps({"best": best and best.name, "candidates": candidates}, ensure_ascii=False))
+        else:
+            click.echo(tune.render(found))
+        return 0 if best else LimitExceeded.exit_code
 
     _guarded(context, command)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kvbatch.errors import InputError
 from kvbatch.job import Job
 
-SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache")
+SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache", "quality_guard")
 _SHOWN_CHARS = 100
 
 

@@ -122,6 +122,19 @@ class CacheSection(Section):
         return KVCacheConfig.from_dict(self.model_dump(exclude_none=True))
 
 
+class QualityGuardSection(Section):
+    """A check, before the job runs, of what its compressed cache costs on its own rows (`kvbatch.quality`)."""
+
+    sample: Count = 20  # rows, chosen by the job's seed
+    max_nll_delta: float | None = (
+        0.03  # by how much less likely the full cache may hold an answer's tokens, nats
+    )
+    min_top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = (
+        None  # of the first choices, token by token
+    )
+    action: Literal["warn", "fail", "fallback_full"] = "warn"  # go on; stop, exit 65; run with the full cache
+
+
 class EngineSection(Section):
     """Where and in how much memory the job runs. Of the output, it decides only which rows are too big to run."""
 
@@ -162,6 +175,7 @@ class Job(Section):
     generation: GenerationSection = GenerationSection()
     long_document: LongDocumentSection = LongDocumentSection()
     cache: CacheSection = CacheSection()
+    quality_guard: QualityGuardSection | None = None
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
 

@@ -84,6 +84,11 @@ class RunDirectory:
         return self.path / "stats" / "kv_lanes.parquet"
 
     @property
+    def quality(self) -> Path:
+        """What the quality guard found on its sampled rows."""
+        return self.path / "stats" / "quality.parquet"
+
+    @property
     def log(self) -> Path:
         """Events, one JSON object a line."""
         return self.path / "logs" / "run.jsonl"

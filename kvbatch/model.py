@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,9 @@ class ModelHandle:
         parts = (self.tokenizer.backend_tokenizer.to_str(), str(self.tokenizer.chat_template))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def load(self) -> "Decoder":
-        """Load the weights.
+    @cached_property
+    def decoder(self) -> "Decoder":
+        """The model with its weights, loaded when first asked for.
 
         Raises:
             ModelUnavailable: They are missing, corrupt, or do not fit into memory.

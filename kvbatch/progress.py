@@ -12,7 +12,7 @@ from kvbatch.errors import OutputError
 
 LINE_INTERVAL_S = 30.0
 BEAT_INTERVAL_S = 10.0
-PHASES_WITH_ROWS = ("planning", "running")
+PHASES_WITH_ROWS = ("planning", "judging", "running")
 
 
 class Progress:

@@ -6,8 +6,9 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -112,6 +113,20 @@ def _done_run(job: Job, corpus: "Corpus", new_run: bool, resume: RunDirectory | 
     if resume:
         return resume if resume.is_success else None
     return None if new_run else find_same_run(job, corpus.files)
+
+
+@contextmanager
+def opened_job(
+    job: Job, *, stream: TextIO | None = None, stopper: Stopper | None = None
+) -> "Iterator[JobRunner]":
+    """Open a job to look into it, without a run; raises as `run_job`."""
+    from kvbatch.corpus import Corpus
+
+    with Progress(stream) as progress:
+        progress.start("opening")
+        runner = JobRunner(job, Corpus(input_spec(job)), progress, stopper or Stopper(), _load_llm)
+        runner.engine_config, runner.budget = _divide_budget(job, runner.model, runner.builder, None)
+        yield runner
 
 
 def input_spec(job: Job) -> "InputSpec":
@@ -250,6 +265,7 @@ class JobRunner:
         from kvbatch.shard_loop import ShardLoop
         from kvbatch.stats import write_stats
 
+        self._guard(run, log)
         plan, recovered = self._plan(run, log)
         llm = None
         if recovered.num_left:
@@ -275,6 +291,40 @@ class JobRunner:
             )
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
+
+    def _guard(self, run: RunDirectory, log: RunLog) -> None:
+        """Compare the compressed cache with the full one on sampled rows, once a run, and do what the job says.
+
+        Raises:
+            LimitExceeded: It does not keep a limit, and the job is to fail then.
+        """
+        guard = self.job.quality_guard
+        if not guard or not self.job.cache.policy.compresses:
+            return
+        found = run.read_manifest().get("quality")
+        if found is None:
+            from kvbatch.quality import guard_run
+
+            self.progress.start("judging", guard.sample)
+            verdict = guard_run(self, run)
+            found = asdict(verdict)
+            log.event("judged", **found)
+            self.progress.note(f"quality: {verdict}")
+            write_json(run.manifest, run.read_manifest() | {"quality": found})
+        self.manifest["quality"] = found
+        if not found["problems"]:
+            return
+        problem = "the compressed cache does not keep quality_guard: " + " and ".join(found["problems"])
+        if guard.action == "fail":
+            raise LimitExceeded(
+                f"{problem}; choose a milder cache (kvbatch tune finds one), other limits, or action: warn"
+            )
+        if guard.action == "fallback_full":
+            problem += "; the job runs with the full cache"
+            full = self.job.cache.model_validate({"preset": "none"})
+            self.job = self.job.model_copy(update={"cache": full})
+            self.divide_budget(run)
+        self.progress.note(f"warning: {problem}")
 
     def _plan(self, run: RunDirectory, log: RunLog) -> tuple["PlanSummary", "Recovered"]:
         """Plan the run, or read the plan it has and what was finished by it."""
@@ -387,7 +437,7 @@ def _load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":
     from engine.errors import EngineError
     from engine.memory import is_out_of_memory
 
-    decoder = model.load()
+    decoder = model.decoder
     try:
         return LLM(decoder, config, Detokenizer(model.tokenizer))
     except EngineError as error:

@@ -7,6 +7,7 @@ from engine import Request, Result, SamplingParams
 from kvbatch.commit import commit_shard
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
+from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
 from kvbatch.plan import PlanSummary, read_plan, windows
@@ -37,7 +38,6 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
-        self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
 
     def run(self, plan: PlanSummary) -> None:
         """Run every planned row that was not recovered.
@@ -108,7 +108,9 @@ class ShardLoop:
                 assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
                     "a prompt differs from its plan"
                 )
-                sampling = self._sampling(shard.rows[place]["row_id"])
+                sampling = sampling_params(
+                    self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"]
+                )
                 yield Request(
                     first + place,
                     prompt.token_ids,
@@ -116,11 +118,6 @@ class ShardLoop:
                     prompt.prefix_tokens,
                     self._runner.builder.probe_ids,
                 )
-
-    def _sampling(self, row_id: str) -> SamplingParams:
-        values = self._job.generation.model_dump()
-        values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
-        return SamplingParams(**values | {"seed": row_seed(self._job.generation.seed, row_id)})
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
@@ -148,6 +145,12 @@ def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Req
         yield request
 
 
-def _turn_end(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token that ends a turn, which is not always among those of generation_config.json."""
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+def sampling_params(job: Job, tokenizer: Any, row_id: str) -> SamplingParams:
+    """Return how one row is generated.
+
+    The token that ends a turn, which is not always among those of generation_config.json, stops it as well.
+    """
+    values = job.generation.model_dump()
+    if tokenizer.eos_token_id is not None and not job.generation.ignore_eos:
+        values["stop_token_ids"] = (*values["stop_token_ids"], tokenizer.eos_token_id)
+    return SamplingParams(**values | {"seed": row_seed(job.generation.seed, row_id)})
