@@ -6,14 +6,20 @@ Commands import what they need when they run, so that help, reports and runs wit
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbatch import __version__
 from kvbatch.errors import Interrupted, KvbatchError
+
+if TYPE_CHECKING:
+    from kvbatch.ending import Ending
+    from kvbatch.run import RunOutcome
 
 EXIT_INTERNAL = KvbatchError.exit_code
 EXIT_INTERRUPTED = Interrupted.exit_code
@@ -85,16 +91,80 @@ def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], new_
 
     def command() -> int:
         from kvbatch.config import load_job
-        from kvbatch.run import run_job
-        from kvbatch.stop import stop_on_signals
 
-        with stop_on_signals() as stopper:
-            outcome = run_job(load_job(job_file, overrides), new_run=new_run, stopper=stopper)
-        if not outcome.is_new:
-            click.echo(f"Nothing new: job, model and input are those of the run in {outcome.run.path}.")
-            click.echo(f"Output: {outcome.run.shards}/part-*.parquet (--new-run runs the job again)")
-            return 0
-        click.echo(_rendered(outcome.run.path))
+        with _running() as (ending, run_job):
+            ending.job = load_job(job_file, overrides)
+            outcome = run_job(ending.job, new_run=new_run)
+            ending.run, ending.is_new = outcome.run, outcome.is_new
+            if not outcome.is_new:
+                click.echo(f"Nothing new: job, model and input are those of the run in {outcome.run.path}.")
+                click.echo(f"Output: {outcome.run.shards}/part-*.parquet (--new-run runs the job again)")
+        return 0
+
+    _guarded(context, command)
+
+
+@contextmanager
+def _running() -> Iterator[tuple["Ending", Callable[..., "RunOutcome"]]]:
+    """Give what runs a job under signals, and tell on stdout what came of it: for people, then for machines."""
+    from kvbatch.ending import told
+    from kvbatch.run import run_job
+    from kvbatch.stop import stop_on_signals
+
+    with told(sys.stdout) as ending:
+        try:
+            with stop_on_signals() as stopper:
+                yield ending, partial(run_job, stopper=stopper, on_run=ending.note)
+        finally:
+            if ending.run and ending.is_new and ending.run.summary.exists():
+                click.echo(_rendered(ending.run.path))
+
+
+def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> frozenset[str]:
+    names = frozenset(name.strip() for name in text.split(","))
+    known = ("error", "length", "repetition", "stop")
+    if unknown := names.difference(known):
+        raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(known)}")
+    return names
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--status",
+    "reasons",
+    required=True,
+    metavar="LIST",
+    callback=_finish_reasons,
+    help="Rows to do again: error, length, repetition or stop, joined by commas.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="What their answers may have now.")
+@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job.")
+@click.pass_context
+def retry(
+    context: click.Context,
+    run_path: Path,
+    reasons: frozenset[str],
+    max_new_tokens: int | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Do some rows of RUN again, in a new run that carries the others over."""
+
+    def command() -> int:
+        from kvbatch.carry import EarlierRun
+        from kvbatch.config import load_job
+        from kvbatch.manifest import open_run
+
+        more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
+        with _running() as (ending, run_job):
+            before = open_run(run_path)
+            ending.job = load_job(before.path / "job.resolved.yaml", (*overrides, *more))
+            earlier = EarlierRun(before, reasons)
+            if earlier.num_redone:
+                ending.run = run_job(ending.job, new_run=True, earlier=earlier).run
+            else:
+                ending.run, ending.is_new = before, False
+                click.echo(f"Nothing to do again: no row of {before.path} ended with {'/'.join(reasons)}.")
         return 0
 
     _guarded(context, command)

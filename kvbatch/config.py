@@ -49,7 +49,16 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 def config_hash(job: Job) -> str:
     """Return 12 hex digits over everything in the job that decides its output."""
-    data = job.model_dump(mode="json", include=set(SEMANTIC_SECTIONS))
+    return _hash(job, SEMANTIC_SECTIONS)
+
+
+def answer_hash(job: Job) -> str:
+    """Return the same over what decides a row's answer, whatever other rows there are."""
+    return _hash(job, [name for name in SEMANTIC_SECTIONS if name != "input"])
+
+
+def _hash(job: Job, sections: Sequence[str]) -> str:
+    data = job.model_dump(mode="json", include=set(sections), exclude={"input": {"incremental"}})
     data["cache"] = asdict(job.cache.policy)  # what a preset means, not its name
     text = json.dumps(data, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbatch import __version__
-from kvbatch.config import config_hash, to_yaml
+from kvbatch.config import answer_hash, config_hash, to_yaml
 from kvbatch.errors import InputError, OutputError
 from kvbatch.job import Job
 from kvbatch.writer import fsync_directory, write_json, write_text
@@ -147,6 +147,7 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
         "job": job.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "config_hash": config_hash(job),
+        "answer_hash": answer_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
         "memory_budget": job.engine.memory_budget,

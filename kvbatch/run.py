@@ -5,12 +5,13 @@ plan's order and writes a shard as soon as all its rows are done. Only windows w
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvbatch.errors import JobFileError, KvbatchError, LimitExceeded
 from kvbatch.job import Job
+from kvbatch.limits import over_limits
 from kvbatch.manifest import RunDirectory, create_run, describe_run, find_same_run
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog, write_heartbeat
@@ -20,6 +21,7 @@ from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, EngineStats
+    from kvbatch.carry import EarlierRun
     from kvbatch.corpus import Corpus, InputSpec
     from kvbatch.model import ModelHandle
     from kvbatch.plan import PlanSummary
@@ -38,32 +40,40 @@ def run_job(
     job: Job,
     *,
     new_run: bool = False,
+    earlier: "EarlierRun | None" = None,
     stream: TextIO | None = None,
     stopper: Stopper | None = None,
+    on_run: Callable[[RunDirectory], None] = lambda run: None,
     make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
 ) -> RunOutcome:
     """Run a job, unless its latest run did the same to the same files.
 
     Args:
         new_run: run it all the same.
+        earlier: carry rows over from this run; with `input.incremental` by default from the last success.
         stream: where progress is shown, stderr by default.
         stopper: holds signals back while a shard is written.
+        on_run: told the run directory once there is one.
         make_llm: makes the engine; by default the model is loaded into it.
 
     Raises:
         KvbatchError: With the exit code of what went wrong.
     """
     from kvbatch.corpus import Corpus
+    from kvbatch.incremental import find_earlier
 
     started_s = time.monotonic()
     corpus = Corpus(input_spec(job))
     same = None if new_run else find_same_run(job, corpus.files)
+    if not same and not new_run and job.input.incremental:
+        same, earlier = find_earlier(job, corpus)
     if same:
         return RunOutcome(same, is_new=False)
     with Progress(stream) as progress:
         progress.start("opening")
-        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm)
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier)
         run = create_run(job, runner.manifest)
+        on_run(run)
         log = RunLog(run.log)
         progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
         try:
@@ -113,6 +123,7 @@ class JobRunner:
         progress: Progress,
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
+        earlier: "EarlierRun | None" = None,
     ):
         from kvbatch.model import open_model
         from kvbatch.prompt import PromptBuilder
@@ -121,6 +132,7 @@ class JobRunner:
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         corpus.check()
         self.model = open_model(job.model, job.engine)
+        self._earlier = earlier if earlier and earlier.suits(self.model.revision) else None
         self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
         context = self.model.config.max_context
         room = context - self.builder.num_static_tokens - job.generation.max_new_tokens
@@ -143,6 +155,7 @@ class JobRunner:
             "device": self.model.device,
             "prefix_tokens": len(self.builder.prefix_ids),
             "memory_budget_bytes": self.engine_config.memory_budget_bytes,
+            "carried_from": str(self._earlier.run.path) if self._earlier else None,
         }
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
@@ -156,6 +169,7 @@ class JobRunner:
             "planned",
             rows=plan.num_rows,
             running=plan.num_running,
+            carried=plan.num_carried,
             outcomes=plan.outcomes,
             bins=len(plan.bins),
         )
@@ -173,11 +187,12 @@ class JobRunner:
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds)
         summary = report.summarise(run, measures)
+        problem = over_limits(self.job.limits, summary)
+        if problem:
+            summary |= {"status": "over_limits", "over_limits": problem}
         write_json(run.summary, summary)
-        if summary["rows"] and not summary["ok"]:
-            raise LimitExceeded(
-                f"none of {summary['rows']:,} rows got an answer; {run.path}/deadletter has each with its reason"
-            )
+        if problem:
+            raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
@@ -185,17 +200,12 @@ class JobRunner:
         from kvbatch.plan import Planner
 
         self.progress.start("planning")
-        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context)
+        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context, self._earlier)
         plan = planner.write(self.corpus.documents(), run.path, self.progress.advance)
         for warning in self.corpus.warnings:
             self.progress.note(f"warning: {warning}")
-        names = self.corpus.passthrough_schema.names
-        for key in ("template", "system"):
-            for name in column_names(getattr(self.job.prompt, key) or ""):
-                if plan.num_rows and name not in names:
-                    raise JobFileError(
-                        f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
-                    )
+        if plan.num_rows:
+            check_prompt_columns(self.job, self.corpus.passthrough_schema.names)
         planned = {
             "num_rows": plan.num_rows,
             "text_sha256": plan.text_hashes,
@@ -221,9 +231,24 @@ class JobRunner:
             "packing_efficiency": plan.packing_efficiency,
             "num_bins": len(plan.bins),
             "num_shards": plan.num_shards,
+            "carried_from": self.manifest["carried_from"],
             "device": self.model.device,
             "dtype": self.manifest["model"]["dtype"],
         }
+
+
+def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
+    """Refuse a prompt that uses a column which the input does not have.
+
+    Raises:
+        JobFileError: It does.
+    """
+    for key in ("template", "system"):
+        for name in column_names(getattr(job.prompt, key) or ""):
+            if name not in names:
+                raise JobFileError(
+                    f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
+                )
 
 
 def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> tuple["EngineConfig", Any]:

@@ -1,13 +1,14 @@
 """One open window of the run: its rows, their results, and the Parquet files they become."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from kvbatch.carry import copy_rows
 from kvbatch.errors import InputError
 from kvbatch.writer import write_table
 
@@ -44,6 +45,7 @@ INPUT_FIELDS = [
     pa.field("kvb_input_file", pa.string()),
     pa.field("kvb_input_row", pa.int64()),
     pa.field("kvb_input_text", pa.string()),
+    pa.field("kvb_input_raw", pa.large_binary()),  # a row that could not be read, as it stands in the file
 ]
 
 
@@ -95,15 +97,38 @@ class OpenShard:
         """Whether every row that runs has its result."""
         return len(self.results) == len(self.running)
 
-    def output_rows(self, job_seed: int, run_id: str, config_hash: str) -> list[dict[str, Any]]:
-        """Return the output columns of all rows, in input order."""
+    def output_rows(
+        self, job_seed: int, run_id: str, config_hash: str, carried_from: Path | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the output columns of all rows, in input order.
+
+        Args:
+            carried_from: the run that did the rows planned as carried. They keep the id and configuration hash of
+                the run that made them.
+
+        Raises:
+            InputError: That run is gone.
+        """
         common = {"kvb_run_id": run_id, "kvb_config_hash": config_hash, "kvb_shard": self.number}
+        carried = self._carried_rows(carried_from)
         rows = []
         for place, planned in enumerate(self.rows):
+            if planned["status"] == "carried":
+                rows.append(next(carried) | {"kvb_shard": self.number, "kvb_bin": None})
+                continue
             result = self.results.get(place)
             row = common | _planned_columns(planned) | (_result_columns(result) if result else {})
             rows.append(row | {"kvb_seed": row_seed(job_seed, planned["row_id"])})
         return rows
+
+    def _carried_rows(self, run_dir: Path | None) -> Iterator[dict[str, Any]]:
+        places = [
+            (row["carried_shard"], row["carried_place"]) for row in self.rows if row["status"] == "carried"
+        ]
+        if not places:
+            return iter(())
+        assert run_dir is not None, "the manifest names the run that rows are carried from"
+        return iter(copy_rows(run_dir, places, [each.name for each in OUTPUT_FIELDS]))
 
     def write(self, keys: pa.Table, rows: list[dict[str, Any]], run_dir: Path) -> None:
         """Write the shard, and before it a copy of its failed rows with their input to the dead letters.
@@ -123,6 +148,7 @@ class OpenShard:
                     "kvb_input_file": self.documents[i].file,
                     "kvb_input_row": self.documents[i].row,
                     "kvb_input_text": _storable(self.documents[i].text),
+                    "kvb_input_raw": self.documents[i].raw,
                 }
                 for i in failed
             ]

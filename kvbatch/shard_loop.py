@@ -1,6 +1,7 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
@@ -25,6 +26,8 @@ class ShardLoop:
         self._runner, self._run, self._log, self._llm = runner, run, log, llm
         self._job = runner.job
         self._open: dict[int, OpenShard] = {}
+        carried_from = run.read_manifest().get("carried_from")
+        self._carried_from = Path(carried_from) if carried_from else None
         self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
 
     def run(self, plan: PlanSummary) -> None:
@@ -100,7 +103,9 @@ class ShardLoop:
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
-            rows = shard.output_rows(self._job.generation.seed, self._run.run_id, config_hash(self._job))
+            rows = shard.output_rows(
+                self._job.generation.seed, self._run.run_id, config_hash(self._job), self._carried_from
+            )
             shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run.path)
             del self._open[shard.number]
         self._log.event("shard written", shard=shard.number, rows=len(rows))
