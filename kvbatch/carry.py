@@ -66,7 +66,9 @@ class EarlierRun:
             for place, (plan, row) in enumerate(zip(planned, made, strict=True)):
                 if plan["status"] != "rejected":  # a rejected row is read and rejected again
                     keys.append(_key(plan["row_id"], plan["content"]))
-                    carried = row["kvb_attempts"] > 0 if redo is None else not row["kvb_finish_reason"] in redo
+                    carried = (
+                        row["kvb_attempts"] > 0 if redo is None else not row["kvb_finish_reason"] in redo
+                    )
                     places.append(plan["shard"] << 32 | place if carried else _REDO)
         halves = np.array(keys, np.uint64).reshape(-1, 2)
         order = np.argsort(halves[:, 0])
@@ -151,7 +153,9 @@ def _shards(run: RunDirectory) -> Iterator[tuple[list[dict[str, Any]], list[dict
                 names = ("kvb_status", "kvb_finish_reason", "kvb_attempts")
                 made = _read(_shard_file(run, shard), names)
                 if len(made) != len(planned):
-                    raise InputError(f"{run.path}: shard {shard} has {len(made):,} rows, not {len(planned):,}")
+                    raise InputError(
+                        f"{run.path}: shard {shard} has {len(made):,} rows, not {len(planned):,}"
+                    )
                 yield planned.to_pylist(), made.to_pylist()
     except (OSError, pa.ArrowException, KeyError) as error:
         raise InputError(f"{run.path / 'plan.parquet'} cannot be read: {error}") from error

@@ -171,6 +171,22 @@ def retry(
 
 
 @cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def validate(context: click.Context, job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check the job of JOB_FILE, its input, model and output; needs no GPU and no weights."""
+
+    def command() -> int:
+        from kvbatch.validate import run_validate
+
+        return run_validate(job_file, overrides, as_json=as_json, out=sys.stdout)
+
+    _guarded(context, command)
+
+
+@cli.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--id", "id_column", metavar="COLUMN", help="Column of the row ids.")
 @click.option("--text", "text_column", metavar="COLUMN", help="Column of the texts, 'text' by default.")

@@ -48,7 +48,11 @@ class Ending:
             "run_id": self.run.run_id if self.run else None,
             "status": _status(error, self.is_new),
             "exit_code": exit_code,
-            "message": str(error) if isinstance(error, KvbatchError) else type(error).__name__ if error else None,
+            "message": str(error)
+            if isinstance(error, KvbatchError)
+            else type(error).__name__
+            if error
+            else None,
             "wall_s": round(time.monotonic() - self.started_s, 3),
         }
         summary = self.run.read_summary() if self.run else {}

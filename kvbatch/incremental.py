@@ -58,7 +58,9 @@ def has_nothing_new(run: RunDirectory, job: Job, corpus: Corpus) -> bool:
     manifest = run.read_manifest()
     before = {file["path"]: file for file in manifest["input_files"]}
     now = describe_files(corpus.files)
-    if manifest["config_hash"] != describe_run(job, ())["config_hash"] or [*before] != [f["path"] for f in now]:
+    if manifest["config_hash"] != describe_run(job, ())["config_hash"] or [*before] != [
+        f["path"] for f in now
+    ]:
         return False
     changed = [file for file, facts in zip(corpus.files, now, strict=True) if before[file.path] != facts]
     if changed and job.input.limit is not None:  # which rows of a file count hangs on the files before it

@@ -45,7 +45,10 @@ PLAN_SCHEMA = pa.schema(
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),
-        ("carried_shard", pa.int32()),  # where the run that is named by the manifest's `carried_from` wrote it
+        (
+            "carried_shard",
+            pa.int32(),
+        ),  # where the run that is named by the manifest's `carried_from` wrote it
         ("carried_place", pa.int32()),
     ]
 )

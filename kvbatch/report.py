@@ -17,7 +17,16 @@ _SUMS = (
     "kv_full_bytes",
     "kv_kept_bytes",
 )
-_READ = ("run_id", "status", "finish_reason", "error_code", "attempts", "truncation_side", "dropped_tokens", *_SUMS)
+_READ = (
+    "run_id",
+    "status",
+    "finish_reason",
+    "error_code",
+    "attempts",
+    "truncation_side",
+    "dropped_tokens",
+    *_SUMS,
+)
 _LAYERS_A_LINE = 4
 
 

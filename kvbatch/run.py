@@ -135,14 +135,8 @@ class JobRunner:
         self._earlier = earlier if earlier and earlier.suits(self.model.revision) else None
         self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
         context = self.model.config.max_context
-        room = context - self.builder.num_static_tokens - job.generation.max_new_tokens
-        if room < 1:
-            raise JobFileError(
-                f"the prompt takes {self.builder.num_static_tokens:,} tokens before any document and "
-                f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
-                f"{context:,} leaves no room for a document: shorten one of them"
-            )
-        self.engine_config, self.budget = _divide_budget(job, self.model, self.builder)
+        check_room(job, self.builder, context)
+        self.engine_config, self.budget = plan_memory(job, self.model, self.builder)
         self.manifest = describe_run(job, corpus.files) | {
             "model": {
                 "path": job.model.path,
@@ -237,6 +231,20 @@ class JobRunner:
         }
 
 
+def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
+    """Prove that the model's context holds more than what all prompts share and the answer.
+
+    Raises:
+        JobFileError: It does not.
+    """
+    if builder.num_static_tokens + job.generation.max_new_tokens >= context:
+        raise JobFileError(
+            f"the prompt takes {builder.num_static_tokens:,} tokens before any document and "
+            f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
+            f"{context:,} leaves no room for a document: shorten one of them"
+        )
+
+
 def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
     """Refuse a prompt that uses a column which the input does not have.
 
@@ -251,7 +259,12 @@ def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
                 )
 
 
-def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> tuple["EngineConfig", Any]:
+def plan_memory(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> tuple["EngineConfig", Any]:
+    """Return what the engine is told and how that divides the job's memory.
+
+    Raises:
+        JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
+    """
     from engine import EngineConfig
     from engine.budget import divide_budget
     from engine.errors import BudgetError

@@ -56,9 +56,14 @@ def test_only_new_and_changed_rows_are_done(job_file):
     found = run(path, make_llm=lambda *_: engine).run
     assert engine.done == [1, 3]
     rows, before = output(found), output(first)
-    assert rows["id"].to_list() == ["r8", "new", "r0", "r1", "r2", "r3", "r4", "r5", "bad"], "r6 and r7 are gone"
+    assert rows["id"].to_list() == ["r8", "new", "r0", "r1", "r2", "r3", "r4", "r5", "bad"], (
+        "r6 and r7 are gone"
+    )
     assert rows["title"][4] == "changed", "what is passed through is that of today"
-    assert [text.split()[0] for text in rows["output"][:8]] == [*"first second first second".split(), *["first"] * 4]
+    assert [text.split()[0] for text in rows["output"][:8]] == [
+        *"first second first second".split(),
+        *["first"] * 4,
+    ]
     own = [i in (1, 3, 8) for i in range(9)]
     assert rows["kvb_run_id"].to_list() == [found.run_id if each else first.run_id for each in own]
     assert rows["kvb_shard"].to_list() == [0] * 4 + [1] * 4 + [2]
@@ -154,10 +159,16 @@ def test_retry_refuses_another_input_or_model(job_file, tiny_model):
     first = run(path, make_llm=lambda *_: Fake()).run
 
     def again():
-        return run(path, new_run=True, earlier=EarlierRun(first, frozenset({"stop"})), make_llm=lambda *_: Fake())
+        return run(
+            path, new_run=True, earlier=EarlierRun(first, frozenset({"stop"})), make_llm=lambda *_: Fake()
+        )
 
     assert len(output(again().run)) == 9
-    for records in (RECORDS[:8], [*RECORDS, {"id": "new", "text": "x"}], [RECORDS[0] | {"text": "x"}, *RECORDS[1:]]):
+    for records in (
+        RECORDS[:8],
+        [*RECORDS, {"id": "new", "text": "x"}],
+        [RECORDS[0] | {"text": "x"}, *RECORDS[1:]],
+    ):
         rewrite(records)
         with pytest.raises(JobFileError, match="input changed"):
             again()
