@@ -21,6 +21,8 @@ class EngineConfig:
         overlap_compression: compress chunks of a prompt while the model goes on with the next (`engine.overlap`);
             each lies whole in its arena for one chunk longer, so what is generated may differ. None: on a GPU.
         attention: name of the attention backend, or None for the device's own.
+        deterministic: what is generated for a row does not depend on the rows beside it, to the bit, on one machine
+            with one number of threads (`engine.scheduler`). Decoding many rows at once takes longer.
 
     Raises:
         ValueError: A value out of range.
@@ -35,6 +37,7 @@ class EngineConfig:
     calibration_token_ids: tuple[int, ...] = ()
     overlap_compression: bool | None = None
     attention: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.memory_budget_bytes <= 0:

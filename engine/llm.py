@@ -3,17 +3,19 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
 
-from engine.budget import divide_budget
+from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.prefixes import PrefixCache
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
 from engine.sampling import make_random, sample
-from engine.scheduler import Scheduler
+from engine.scheduler import ALONE_DECODES, Scheduler
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
 
@@ -33,15 +35,24 @@ class LLM:
 
     Raises:
         BudgetError: The byte budget does not hold a step and a sequence.
+        EngineError: It is to be deterministic, and the device cannot be.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
         self.model = model
+        self.config = config
         self.decode = decode
         self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
-        self.runner = Runner(model, self.cache)
-        self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
+        self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
+        self.scheduler = Scheduler(
+            self.budget.step_tokens, self.budget.max_sequences, alone=config.deterministic
+        )
+        if config.deterministic and not self.runner.treats_rows_alike():
+            raise EngineError(
+                f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
+                "deterministic here; try another dtype"
+            )
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
@@ -82,6 +93,25 @@ class LLM:
             kv_peak_bytes=self.cache.peak_bytes,
         )
 
+    @contextmanager
+    def limited(self, step_ratio: float, max_sequences: int) -> Iterator[None]:
+        """Compute and hold less at once in a block: a part of the step's tokens, so many rows at most.
+
+        Enter it only while nothing is generated.
+        """
+        whole = self.scheduler.step_tokens, self.scheduler.max_sequences
+        fewest = self.config.cache.chunk_size if self.config.cache.compresses else MIN_STEP_TOKENS
+        tokens = max(min(whole[0], fewest), int(whole[0] * step_ratio))
+        self._limit(tokens, min(whole[1], max_sequences))
+        try:
+            yield
+        finally:
+            self._limit(*whole)
+
+    def _limit(self, step_tokens: int, max_sequences: int) -> None:
+        self.scheduler.step_tokens = self.prefixes.step_tokens = step_tokens
+        self.scheduler.max_sequences = max_sequences
+
     def clear_cache(self) -> None:
         """Drop every row and give every page back."""
         for sequence in list(self.scheduler.running):
@@ -107,7 +137,7 @@ class LLM:
                     continue
                 problem = self._problem(request)
                 if problem:
-                    yield self._failure(request, problem)
+                    yield Result.failed(request, problem)
                     continue
                 self.scheduler.add(Sequence(request, self._pages(request)))
             if not self._admit():
@@ -213,21 +243,3 @@ class LLM:
         self.scheduler.finish(sequence)
         sequence.cache.free()
         return result
-
-    def _failure(self, request: Request, message: str) -> Result:
-        return Result(
-            request_id=request.request_id,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            error_message=message,
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=0,
-            cached_prompt_tokens=0,
-            num_chunks=0,
-            kv_full_bytes=0,
-            kv_kept_bytes=0,
-            kv_peak_bytes=0,
-            prefill_s=0.0,
-            decode_s=0.0,
-        )

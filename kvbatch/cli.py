@@ -3,12 +3,12 @@
 Commands import what they need when they run, so that help, reports and runs with nothing new start at once.
 """
 
+import importlib
 import json
 import logging
+import operator
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from kvbatch import __version__
 from kvbatch.errors import Interrupted, KvbatchError
 
 if TYPE_CHECKING:
-    from kvbatch.ending import Ending
-    from kvbatch.run import RunOutcome
+    from kvbatch.job import Job
 
 EXIT_INTERNAL = KvbatchError.exit_code
 EXIT_INTERRUPTED = Interrupted.exit_code
@@ -79,52 +78,130 @@ def _guarded(context: click.Context, command: Callable[[], int]) -> None:
     context.exit(code)
 
 
-@cli.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
-@click.option(
-    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -s input.limit=5."
-)
-@click.option("--new-run", is_flag=True, help="Run again even if nothing is new.")
-@click.pass_context
-def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], new_run: bool) -> None:
-    """Run the job of JOB_FILE."""
+class _Parsed(click.ParamType):
+    """Read an option by a function of another module, which is imported only then."""
 
-    def command() -> int:
-        from kvbatch.config import load_job
+    def __init__(self, module: str, function: str):
+        self.name, self._module, self._function = function, module, function
 
-        with _running() as (ending, run_job):
-            ending.job = load_job(job_file, overrides)
-            outcome = run_job(ending.job, new_run=new_run)
-            ending.run, ending.is_new = outcome.run, outcome.is_new
-            if not outcome.is_new:
-                click.echo(f"Nothing new: job, model and input are those of the run in {outcome.run.path}.")
-                click.echo(f"Output: {outcome.run.shards}/part-*.parquet (--new-run runs the job again)")
-        return 0
-
-    _guarded(context, command)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType.convert`."""
+        if not isinstance(value, str):
+            return value
+        read = operator.attrgetter(self._function)(importlib.import_module(self._module))
+        try:
+            return read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-@contextmanager
-def _running() -> Iterator[tuple["Ending", Callable[..., "RunOutcome"]]]:
-    """Give what runs a job under signals, and tell on stdout what came of it: for people, then for machines."""
+def _run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `run` and `resume` share."""
+    options = (
+        click.option(
+            "-s",
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set a key: -s input.limit=5.",
+        ),
+        click.option(
+            "--if-locked",
+            type=_Parsed("kvbatch.lock", "IfLocked.parse"),
+            default="fail",
+            metavar="fail|skip|wait:SECONDS",
+            help="What to do while another process runs the job: exit 75 (fail), exit 0 (skip), wait.",
+        ),
+        click.option(
+            "--deadline",
+            type=_Parsed("kvbatch.stop", "seconds_until"),
+            metavar="HH:MM",
+            help="Stop at this time of the local clock, exit 75.",
+        ),
+        click.option(
+            "--max-runtime",
+            type=_Parsed("kvbatch.stop", "parse_duration"),
+            metavar="5h",
+            help="Stop after this time, exit 75.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _run(
+    load: "Callable[[], Job]",
+    nothing: str,
+    deadline: float | None = None,
+    max_runtime: float | None = None,
+    **how: Any,
+) -> int:
+    """Run a job; tell on stdout what came of it, for people and, in the last line, for machines.
+
+    Args:
+        nothing: what to say of a run that leaves nothing to do.
+    """
     from kvbatch.ending import told
     from kvbatch.run import run_job
     from kvbatch.stop import stop_on_signals
 
+    limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
+    stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
     with told(sys.stdout) as ending:
-        try:
-            with stop_on_signals() as stopper:
-                yield ending, partial(run_job, stopper=stopper, on_run=ending.note)
-        finally:
-            if ending.run and ending.is_new and ending.run.summary.exists():
-                click.echo(_rendered(ending.run.path))
+        with stop_on_signals(stop_at=stop_at) as stopper:
+            ending.job = load()
+            outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
+        if not outcome.is_new:
+            ending.run = outcome.run
+            click.echo(nothing.format(run=outcome.run.path))
+            click.echo(f"Output: {outcome.run.shards}/part-*.parquet")
+    return 0
 
 
-def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> frozenset[str]:
-    names = frozenset(name.strip() for name in text.split(","))
+@cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.option("--new-run", is_flag=True, help="Begin anew, whatever there is.")
+@_run_options
+@click.pass_context
+def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Run the job of JOB_FILE, or go on with its latest run if that was stopped."""
+
+    def command() -> int:
+        from kvbatch.config import load_job
+
+        nothing = "Nothing new: job, model and input are those of the run in {run} (--new-run runs it again)."
+        return _run(lambda: load_job(job_file, overrides), nothing, **options)
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@_run_options
+@click.pass_context
+def resume(context: click.Context, run_path: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
+
+    def command() -> int:
+        from kvbatch.config import load_job
+        from kvbatch.manifest import open_run
+
+        found = open_run(run_path)
+        job_file = found.path / "job.resolved.yaml"
+        nothing = "Nothing to do: {run} is complete."
+        return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
+
+    _guarded(context, command)
+
+
+def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     known = ("error", "length", "repetition", "stop")
-    if unknown := names.difference(known):
-        raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}")
     return names
 
 
@@ -132,40 +209,39 @@ def _finish_reasons(context: click.Context, option: click.Parameter, text: str) 
 @click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
 @click.option(
     "--status",
-    "reasons",
+    "redo",
     required=True,
     metavar="LIST",
     callback=_finish_reasons,
     help="Rows to do again: error, length, repetition or stop, joined by commas.",
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="What their answers may have now.")
-@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job.")
+@_run_options
 @click.pass_context
 def retry(
     context: click.Context,
     run_path: Path,
-    reasons: frozenset[str],
+    redo: tuple[str, ...],
     max_new_tokens: int | None,
     overrides: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Do some rows of RUN again, in a new run that carries the others over."""
 
     def command() -> int:
-        from kvbatch.carry import EarlierRun
+        from kvbatch.carry import Carry
         from kvbatch.config import load_job
         from kvbatch.manifest import open_run
 
+        found = open_run(run_path)
         more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
-        with _running() as (ending, run_job):
-            before = open_run(run_path)
-            ending.job = load_job(before.path / "job.resolved.yaml", (*overrides, *more))
-            earlier = EarlierRun(before, reasons)
-            if earlier.num_redone:
-                ending.run = run_job(ending.job, new_run=True, earlier=earlier).run
-            else:
-                ending.run, ending.is_new = before, False
-                click.echo(f"Nothing to do again: no row of {before.path} ended with {'/'.join(reasons)}.")
-        return 0
+        nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}."
+        return _run(
+            lambda: load_job(found.path / "job.resolved.yaml", (*overrides, *more)),
+            nothing,
+            carry=Carry((str(found.path),), redo, same_input=True),
+            **options,
+        )
 
     _guarded(context, command)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvbatch.errors import Interrupted, KvbatchError, LimitExceeded
+from kvbatch.errors import Interrupted, KvbatchError, LimitExceeded, OutputError, Skipped
 from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory
 from kvbatch.prometheus import write_metrics
@@ -29,30 +29,47 @@ class Ending:
 
     job: Job | None = None
     run: RunDirectory | None = None
-    is_new: bool = True
+    is_new: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
-    def note(self, run: RunDirectory) -> None:
+    def begin(self, run: RunDirectory) -> None:
         """Say which run directory is written."""
-        self.run = run
+        self.run, self.is_new = run, True
 
-    def facts(self, error: BaseException | None) -> dict[str, Any]:
-        """Return what is told, flat.
+    def tell(self, error: BaseException | None, out: TextIO) -> None:
+        """Print the summary of a run that came to its end, then the line for machines; write the metrics.
 
         Args:
-            error: by which the run ended.
+            error: by which it ended.
+
+        Raises:
+            OutputError: The metrics cannot be written, and there was no error before.
         """
-        exit_code = _exit_code(error)
+        if self.run and self.is_new and self.run.read_summary():
+            from kvbatch.report import load_summary, render
+
+            print(render(load_summary(self.run.path)), file=out)
+        facts = self._facts(error)
+        problem = None
+        if self.job and self.job.output.metrics and not isinstance(error, Skipped):
+            try:
+                write_metrics(Path(self.job.output.metrics).expanduser(), facts)
+            except OutputError as unwritable:
+                problem = unwritable
+        if problem and error is None:
+            facts = self._facts(problem)
+        print(json.dumps(facts, ensure_ascii=False, default=str), file=out, flush=True)
+        if problem and error is None:
+            raise problem
+
+    def _facts(self, error: BaseException | None) -> dict[str, Any]:
+        message = str(error) if isinstance(error, KvbatchError) else error and type(error).__name__
         facts: dict[str, Any] = {
             "job": self.job.name if self.job else None,
             "run_id": self.run.run_id if self.run else None,
             "status": _status(error, self.is_new),
-            "exit_code": exit_code,
-            "message": str(error)
-            if isinstance(error, KvbatchError)
-            else type(error).__name__
-            if error
-            else None,
+            "exit_code": _exit_code(error),
+            "message": message,
             "wall_s": round(time.monotonic() - self.started_s, 3),
         }
         summary = self.run.read_summary() if self.run else {}
@@ -63,29 +80,14 @@ class Ending:
 
 @contextmanager
 def told(out: TextIO) -> Iterator[Ending]:
-    """Print how the block ended, whatever way it did, and write the job's metrics.
-
-    Raises:
-        OutputError: The metrics cannot be written; what the block raised comes first.
-    """
+    """Tell how the block ended, whatever way it did; raises as `Ending.tell`."""
     ending = Ending()
-    error: BaseException | None = None
     try:
         yield ending
-    except BaseException as caught:
-        error = caught
+    except BaseException as error:
+        ending.tell(error, out)
         raise
-    finally:
-        facts = ending.facts(error)
-        try:
-            if ending.job and ending.job.output.metrics:
-                write_metrics(Path(ending.job.output.metrics).expanduser(), facts)
-        except KvbatchError as problem:
-            if error is None:
-                facts = ending.facts(problem)
-                raise
-        finally:
-            print(json.dumps(facts, ensure_ascii=False, default=str), file=out, flush=True)
+    ending.tell(None, out)
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -99,6 +101,8 @@ def _exit_code(error: BaseException | None) -> int:
 def _status(error: BaseException | None, is_new: bool) -> str:
     if error is None:
         return "complete" if is_new else "nothing_new"
+    if isinstance(error, Skipped):
+        return "skipped"
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return "stopped"
     return "over_limits" if isinstance(error, LimitExceeded) else "failed"

@@ -135,6 +135,9 @@ class EngineSection(Section):
     step_tokens: Annotated[int, Field(ge=16)] = 1024  # tokens computed at once
     max_sequences: Count = 64  # rows running at once
     threads: Count | None = None
+    deterministic: bool = (
+        False  # the same bytes whatever else runs, and however often the run was interrupted
+    )
 
     @field_validator("memory_budget")
     @classmethod

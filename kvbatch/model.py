@@ -1,5 +1,6 @@
 """A job's model: found, described and, only when rows wait for it, loaded."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,12 @@ class ModelHandle:
     def weight_bytes(self) -> int:
         """Bytes that the weights will take in memory."""
         return self.num_weights * self.dtype.itemsize
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """A hash over the tokenizer and its chat template, in hex digits."""
+        parts = (self.tokenizer.backend_tokenizer.to_str(), str(self.tokenizer.chat_template))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def load(self) -> "Decoder":
         """Load the weights.

@@ -7,7 +7,7 @@ in its order.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.packing import PackItem, pack
-from kvbatch.carry import EarlierRun, content_of, row_line
+from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
 from kvbatch.prompt import Prompt, PromptBuilder
 from kvbatch.unique_ids import UniqueIds
@@ -25,6 +25,7 @@ from kvbatch.writer import atomic_file, write_table
 if TYPE_CHECKING:
     from engine.budget import Budget
     from kvbatch.corpus import Document
+    from kvbatch.earlier_rows import EarlierRows
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -45,11 +46,8 @@ PLAN_SCHEMA = pa.schema(
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),
-        (
-            "carried_shard",
-            pa.int32(),
-        ),  # where the run that is named by the manifest's `carried_from` wrote it
-        ("carried_place", pa.int32()),
+        ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
+        ("carried_index", pa.int64()),  # and its index there
     ]
 )
 BIN_SCHEMA = pa.schema(
@@ -88,6 +86,15 @@ class PlanSummary:
         total = sum(item["predicted_kv_bytes"] for item in self.bins)
         return total / (len(self.bins) * self.predicted_kv_peak_bytes) if self.bins else None
 
+    def figures(self) -> dict[str, Any]:
+        """Return what a manifest keeps: all but the bins, which have a file of their own."""
+        return {key: value for key, value in asdict(self).items() if key != "bins"}
+
+    @classmethod
+    def load(cls, run_dir: Path, figures: dict[str, Any]) -> "PlanSummary":
+        """Return the summary of a plan made earlier."""
+        return cls(**figures, bins=pq.read_table(run_dir / "stats" / "bins.parquet").to_pylist())
+
 
 class Planner:
     """Plan window by window.
@@ -97,7 +104,7 @@ class Planner:
         builder: makes prompts.
         budget: pages and rows that may be held at once.
         max_context: positions the model has.
-        earlier: the run from which rows are carried over.
+        earlier: rows that need not be done again.
     """
 
     def __init__(
@@ -106,7 +113,7 @@ class Planner:
         builder: PromptBuilder,
         budget: "Budget",
         max_context: int,
-        earlier: EarlierRun | None = None,
+        earlier: "EarlierRows | None" = None,
     ):
         self._job = job
         self._earlier = earlier
@@ -190,7 +197,7 @@ class Planner:
         }
         row |= {"row_id": str(document.row_id), "status": document.status}
         row |= {"error_code": document.error_code, "error_message": document.error_message}
-        row["content"] = content_of(document, self._prompt_columns)
+        row["content"] = prompt_content(document, self._prompt_columns)
         digest = self._hashes.setdefault(document.file, hashlib.sha256())
         digest.update(row_line(document))
         return row
@@ -205,12 +212,12 @@ class Planner:
                     "give every row its own, or name another input.id_column"
                 )
 
-    def _carry(self, rows: Sequence[dict[str, Any]], earlier: EarlierRun) -> None:
+    def _carry(self, rows: Sequence[dict[str, Any]], earlier: "EarlierRows") -> None:
         """Say of the rows that an earlier run did where it wrote them."""
         for row in rows:
             if row["status"] == "ok" and (place := earlier.find(row["row_id"], row["content"])):
                 row["status"] = "carried"
-                row["carried_shard"], row["carried_place"] = place
+                row["carried_run"], row["carried_index"] = place
 
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import format_bytes
 
@@ -41,10 +42,12 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     seconds = measures.get("running_s")
     full_bytes = figures["kv_full_bytes"]
     figures["kv_kept_ratio"] = figures["kv_kept_bytes"] / full_bytes if full_bytes else None
-    done = figures["prompt_tokens"] + figures["completion_tokens"]
+    # a continued run is as fast as its last session was
+    generated = measures.get("session_completion_tokens", 0)
+    done = measures.get("session_prompt_tokens", 0) + generated
     speed = {
         "tokens_per_s": done / seconds if seconds else None,
-        "generated_tokens_per_s": figures["completion_tokens"] / seconds if seconds else None,
+        "generated_tokens_per_s": generated / seconds if seconds else None,
     }
     head = {
         "job": manifest["job"],
@@ -76,7 +79,7 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
     counts = Counter(dict.fromkeys(names, 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
-    for file in sorted(run.shards.glob("part-*.parquet")):
+    for file in committed_files(run):
         rows = _read(file)
         ran = rows.filter(rows["attempts"] > 0)
         own = ran.filter(ran["run_id"] == run.run_id)

@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from kvbatch.carry import EarlierRun
+from kvbatch.carry import Carry
 from kvbatch.cli import cli
-from kvbatch.errors import InputError, JobFileError
+from kvbatch.errors import InputError, JobChanged
 from kvbatch.manifest import open_run
 from kvbatch.report import load_summary
 from tests.kvbatch.test_run import Backwards, output, run
@@ -150,7 +150,7 @@ def test_retry_does_the_failed_rows_again_and_carries_the_rest(job_file, monkeyp
     assert (told["run_id"], told["carried"], told["ok"]) == (found.run_id, 7, 9)
     engine = Fake()
     nothing = CliRunner().invoke(cli, ["retry", "runs/test", "--status", "length"])
-    assert nothing.exit_code == 0 and nothing.stdout.startswith("Nothing to do again") and not engine.done
+    assert nothing.exit_code == 0 and nothing.stdout.startswith("Nothing to do") and not engine.done
     assert CliRunner().invoke(cli, ["retry", "runs/test", "--status", "length,nope"]).exit_code == 2
 
 
@@ -170,10 +170,10 @@ def test_retry_refuses_another_input_or_model(job_file, tiny_model):
         [RECORDS[0] | {"text": "x"}, *RECORDS[1:]],
     ):
         rewrite(records)
-        with pytest.raises(JobFileError, match="input changed"):
+        with pytest.raises(JobChanged, match="input changed"):
             again()
     manifest = first.read_manifest()
-    manifest["model"]["revision"] = "another"
+    manifest["semantic"]["model content"] = "another"
     first.manifest.write_text(json.dumps(manifest))
-    with pytest.raises(JobFileError, match="model changed"):
+    with pytest.raises(JobChanged, match="model changed"):
         again()

@@ -209,7 +209,7 @@ def test_a_corrupt_model_is_told_before_any_document_is_read(job_file, tiny_mode
         (model / "model.safetensors").write_bytes(content)
         with pytest.raises(ModelUnavailable, match="truncated or corrupt"):
             run(path)
-    assert not Path("runs").exists()
+    assert [path.name for path in Path("runs/test").iterdir()] == ["LOCK"], "no run was begun"
 
 
 def test_a_full_disk_is_told_as_one(tmp_path):
@@ -257,7 +257,7 @@ def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_pat
     ]:
         with pytest.raises(kind, match=match):
             run(path, override, make_llm=forbidden)
-    assert not (tmp_path / "runs").exists(), "no run directory for a job that never started"
+    assert not list(Path("runs/test").glob("*/")), "no run directory for a job that never started"
     with pytest.raises(JobFileError, match=r"prompt\.template uses \{title\}"):
         run(path, "input.passthrough=all", "prompt.template='{title} {text}'", make_llm=forbidden)
 
