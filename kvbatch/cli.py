@@ -295,6 +295,23 @@ def inspect(
 @click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.pass_context
+def status(context: click.Context, run_path: Path, as_json: bool) -> None:
+    """Say what RUN is at: runs/<job> for the latest run, or runs/<job>/<run id>."""
+
+    def command() -> int:
+        from kvbatch.status import load_status, render_status
+
+        found = load_status(run_path)
+        click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
 def report(context: click.Context, run_path: Path, as_json: bool) -> None:
     """Print the summary of RUN: runs/<job> for the latest run, or runs/<job>/<run id>."""
 

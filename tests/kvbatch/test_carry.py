@@ -11,10 +11,11 @@ from click.testing import CliRunner
 
 from kvbatch.carry import Carry
 from kvbatch.cli import cli
-from kvbatch.errors import InputError, JobChanged
+from kvbatch.errors import JobChanged
 from kvbatch.manifest import open_run
 from kvbatch.report import load_summary
-from tests.kvbatch.test_run import Backwards, output, run
+from tests.kvbatch.fakes import Backwards
+from tests.kvbatch.test_run import output, run
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n), "title": "t"} for n in range(9)]
 INCREMENTAL = {"incremental": True, "passthrough": ["title"]}
@@ -61,7 +62,7 @@ def test_only_new_and_changed_rows_are_done(job_file):
     )
     assert rows["title"][4] == "changed", "what is passed through is that of today"
     assert [text.split()[0] for text in rows["output"][:8]] == [
-        *"first second first second".split(),
+        *["first", "second", "first", "second"],
         *["first"] * 4,
     ]
     own = [i in (1, 3, 8) for i in range(9)]
@@ -109,21 +110,48 @@ def test_a_column_of_the_prompt_belongs_to_the_content(job_file):
     assert engine.done == [0]
 
 
-def test_only_successes_are_built_upon(job_file):
-    path = job_file(RECORDS, input=INCREMENTAL)
-    first = run(path, make_llm=lambda *_: Fake()).run
+def test_a_stopped_run_is_built_upon_even_if_the_input_grew_meanwhile(job_file):
+    class Stopped(Fake):
+        def generate(self, requests):
+            for number, result in enumerate(super().generate(requests)):
+                if number == 6:
+                    raise KeyboardInterrupt
+                yield result
+
+    path = job_file(RECORDS, input=INCREMENTAL, output={"shard_rows": 4})
+    run(path, "input.limit=2", make_llm=lambda *_: Fake())
+    with pytest.raises(KeyboardInterrupt):
+        run(path, make_llm=lambda *_: Stopped())
+    rewrite([{"id": "new", "text": "x"}, *RECORDS])
+    engine = Fake()
+    found = run(path, make_llm=lambda *_: engine).run
+    assert len(engine.done) == 2 and engine.done[0] == 0, (
+        "six of seven rows were finished, not all in a shard"
+    )
+    rows = output(found)
+    assert rows["id"].to_list() == ["new", *(record["id"] for record in RECORDS)]
+    assert rows["kvb_run_id"].n_unique() == 3 and rows["kvb_status"].unique().to_list() == ["ok"]
+    # what changes the answers changes everything
+    engine = Fake()
+    run(path, "generation.seed=1", make_llm=lambda *_: engine)
+    assert len(engine.done) == 10
+
+
+def test_rows_without_an_answer_are_not_carried(job_file):
+    path = job_file(RECORDS, input=INCREMENTAL, limits={"row_retries": 0})
+    first = run(path, make_llm=lambda *_: Fake(fail=(3,))).run
+    assert run(path, make_llm=forbidden).run.path == first.path, "nothing is new"
     rewrite(RECORDS[:8])
-    second = run(path, make_llm=forbidden).run
-    (second.path / "_SUCCESS").unlink()
-    rewrite(RECORDS[:7])
-    assert run(path, make_llm=forbidden).run.read_manifest()["carried_from"] == str(first.path)
+    engine = Fake()
+    found = run(path, make_llm=lambda *_: engine).run
+    assert engine.done == [3] and load_summary(found.path)["carried"] == 7
     (first.shards / "part-00000.parquet").write_bytes(b"torn")
-    for run_dir in Path("runs/test").glob("*/_SUCCESS"):
-        if not run_dir.parent.samefile(first.path):
-            run_dir.unlink()
+    (found.path / "plan.parquet").unlink()
+    (found.path / "_SUCCESS").unlink()
     rewrite(RECORDS[:6])
-    with pytest.raises(InputError, match="part-00000.parquet"):
-        run(path, make_llm=forbidden)
+    engine = Fake()
+    run(path, make_llm=lambda *_: engine)
+    assert len(engine.done) == 6, "a torn shard holds nothing to carry"
 
 
 def test_retry_does_the_failed_rows_again_and_carries_the_rest(job_file, monkeypatch):
@@ -159,9 +187,8 @@ def test_retry_refuses_another_input_or_model(job_file, tiny_model):
     first = run(path, make_llm=lambda *_: Fake()).run
 
     def again():
-        return run(
-            path, new_run=True, earlier=EarlierRun(first, frozenset({"stop"})), make_llm=lambda *_: Fake()
-        )
+        carry = Carry((str(first.path),), ("stop",), same_input=True)
+        return run(path, carry=carry, make_llm=lambda *_: Fake())
 
     assert len(output(again().run)) == 9
     for records in (
