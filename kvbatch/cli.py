@@ -20,7 +20,6 @@ from kvbatch.errors import Interrupted, JobFileError, KvbatchError, LimitExceede
 
 if TYPE_CHECKING:
     from kvbatch.job import Job, QualityGuardSection
-    from kvbatch.run import RunOutcome
 
 EXIT_INTERNAL = KvbatchError.exit_code
 EXIT_INTERRUPTED = Interrupted.exit_code
@@ -134,15 +133,32 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run(
-    load: "Callable[[], Job]", deadline: float | None, max_runtime: float | None, **how: Any
-) -> "RunOutcome":
+    load: "Callable[[], Job]",
+    nothing: str,
+    deadline: float | None = None,
+    max_runtime: float | None = None,
+    **how: Any,
+) -> int:
+    """Run a job; tell on stdout what came of it, for people and, in the last line, for machines.
+
+    Args:
+        nothing: what to say of a run that leaves nothing to do.
+    """
+    from kvbatch.ending import told
     from kvbatch.run import run_job
     from kvbatch.stop import stop_on_signals
 
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
     stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
-    with stop_on_signals(stop_at=stop_at) as stopper:
-        return run_job(load(), stopper=stopper, **how)
+    with told(sys.stdout) as ending:
+        with stop_on_signals(stop_at=stop_at) as stopper:
+            ending.job = load()
+            outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
+        if not outcome.is_new:
+            ending.run = outcome.run
+            click.echo(nothing.format(run=outcome.run.path))
+            click.echo(f"Output: {outcome.run.shards}/part-*.parquet")
+    return 0
 
 
 @cli.command()
@@ -156,13 +172,8 @@ def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], **op
     def command() -> int:
         from kvbatch.config import load_job
 
-        outcome = _run(lambda: load_job(job_file, overrides), **options)
-        if not outcome.is_new:
-            click.echo(f"Nothing new: job, model and input are those of the run in {outcome.run.path}.")
-            click.echo(f"Output: {outcome.run.shards}/part-*.parquet (--new-run runs the job again)")
-            return 0
-        click.echo(_rendered(outcome.run.path))
-        return 0
+        nothing = "Nothing new: job, model and input are those of the run in {run} (--new-run runs it again)."
+        return _run(lambda: load_job(job_file, overrides), nothing, **options)
 
     _guarded(context, command)
 
@@ -180,12 +191,74 @@ def resume(context: click.Context, run_path: Path, overrides: tuple[str, ...], *
 
         found = open_run(run_path)
         job_file = found.path / "job.resolved.yaml"
-        outcome = _run(lambda: load_job(job_file, overrides), resume=found, **options)
-        if not outcome.is_new:
-            click.echo(f"Nothing to do: {outcome.run.path} is complete.")
-            return 0
-        click.echo(_rendered(outcome.run.path))
-        return 0
+        nothing = "Nothing to do: {run} is complete."
+        return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
+
+    _guarded(context, command)
+
+
+def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    known = ("error", "length", "repetition", "stop")
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return names
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--status",
+    "redo",
+    required=True,
+    metavar="LIST",
+    callback=_finish_reasons,
+    help="Rows to do again: error, length, repetition or stop, joined by commas.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="What their answers may have now.")
+@_run_options
+@click.pass_context
+def retry(
+    context: click.Context,
+    run_path: Path,
+    redo: tuple[str, ...],
+    max_new_tokens: int | None,
+    overrides: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Do some rows of RUN again, in a new run that carries the others over."""
+
+    def command() -> int:
+        from kvbatch.carry import Carry
+        from kvbatch.config import load_job
+        from kvbatch.manifest import open_run
+
+        found = open_run(run_path)
+        more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
+        nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}."
+        return _run(
+            lambda: load_job(found.path / "job.resolved.yaml", (*overrides, *more)),
+            nothing,
+            carry=Carry((str(found.path),), redo, same_input=True),
+            **options,
+        )
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def validate(context: click.Context, job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check the job of JOB_FILE, its input, model and output; needs no GPU and no weights."""
+
+    def command() -> int:
+        from kvbatch.validate import run_validate
+
+        return run_validate(job_file, overrides, as_json=as_json, out=sys.stdout)
 
     _guarded(context, command)
 
@@ -312,6 +385,23 @@ def inspect(
 
         spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
         return run_inspect(spec, as_json=as_json, out=sys.stdout, err=sys.stderr)
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def status(context: click.Context, run_path: Path, as_json: bool) -> None:
+    """Say what RUN is at: runs/<job> for the latest run, or runs/<job>/<run id>."""
+
+    def command() -> int:
+        from kvbatch.status import load_status, render_status
+
+        found = load_status(run_path)
+        click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
+        return 0
 
     _guarded(context, command)
 

@@ -13,6 +13,7 @@ from kvbatch.errors import InputError
 from kvbatch.job import Job
 
 SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache", "quality_guard")
+_NO_CONTENT = ("input.path", "input.incremental")  # of the input section, what says nothing of its rows
 _SHOWN_CHARS = 100
 
 
@@ -55,7 +56,7 @@ def job_fingerprint(job: Job) -> Fingerprint:
     semantic = {
         key: value
         for key, value in values.items()
-        if key.split(".")[0] in sections and key != "input.path" or key == "engine.deterministic"
+        if key.split(".")[0] in sections and key not in _NO_CONTENT or key == "engine.deterministic"
     }
     return Fingerprint(
         _plain(semantic), _plain({key: value for key, value in values.items() if key not in semantic})

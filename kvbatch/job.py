@@ -11,6 +11,7 @@ from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -31,6 +32,7 @@ class InputSection(Section):
     limit: Count | None = None
     max_row_bytes: Count = 1024**3  # a longer row is rejected, its neighbours run
     errors: Literal["reject", "replace"] = "reject"  # a row with bytes that are not UTF-8
+    incremental: bool = False  # do the rows that are new or changed, carry the others over from the last run
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -61,6 +63,11 @@ class PromptSection(Section):
         if text is not None:
             check_template(text, num_texts=1 if info.field_name == "template" else 0)
         return text
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the prompt uses beside text and id."""
+        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template)))
 
 
 class GenerationSection(Section):
@@ -157,11 +164,20 @@ class EngineSection(Section):
         return value
 
 
+class LimitsSection(Section):
+    """What is too much: the outputs stay, but the run does not count as a success (exit 65)."""
+
+    max_error_ratio: Ratio | None = None  # rows without an answer, rejected ones too; none: not all of them
+    max_truncated_ratio: Ratio | None = None  # rows whose document was cut to fit
+    row_retries: Annotated[int, Field(ge=0)] = 1  # times a row that failed in the engine is tried again
+
+
 class OutputSection(Section):
     """Where the run directory goes."""
 
     dir: str | None = None  # none: runs/<name>
     shard_rows: Count = 512  # input rows of one output file; also the rows packed together
+    metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None  # Prometheus textfile of the last run
 
 
 class Job(Section):
@@ -177,6 +193,7 @@ class Job(Section):
     cache: CacheSection = CacheSection()
     quality_guard: QualityGuardSection | None = None
     engine: EngineSection = EngineSection()
+    limits: LimitsSection = LimitsSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")

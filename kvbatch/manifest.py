@@ -106,7 +106,7 @@ class RunDirectory:
     @property
     def is_ended(self) -> bool:
         """Whether nothing is left to run, whatever the end."""
-        return self.read_summary().get("status") == "complete"
+        return self.read_summary().get("status") in ("complete", "over_limits")
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the manifest.
@@ -214,13 +214,13 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
         return None
     wanted = describe_run(job, files)
     same = all(found.get(key) == wanted[key] for key in _IDENTITY)
-    return run if same and not _may_now_fit(run, found, job) else None
+    return run if same and not may_now_fit(run, found, job) else None
 
 
 _IDENTITY = ("format", "kvbatch", "config_hash", "input_files", "model_files")
 
 
-def _may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
+def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
     """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
     if manifest.get("memory_budget") == job.engine.memory_budget:
         return False

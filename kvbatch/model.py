@@ -76,25 +76,29 @@ class ModelHandle:
             ) from error
 
 
-def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
+def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool = False) -> ModelHandle:
     """Find the model, read its configuration and tokenizer, and check the files of its weights.
+
+    Args:
+        look_only: fetch nothing, and do without the device and the weights if they are not here.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used; the message says what to do.
+        ModelAbsent: With `look_only`, the model is not on this machine yet.
     """
     import torch
     import transformers
 
     from engine.errors import ModelError
     from engine.models.config import ModelConfig
-    from engine.models.weights import check_weights
+    from engine.models.weights import check_weights, count_weights
     from kvbatch.model_source import resolve_model
 
-    device = resolve_device(engine.device)
+    device = resolve_device("auto" if look_only else engine.device)
     if engine.threads:
         torch.set_num_threads(engine.threads)
     try:
-        source = resolve_model(section.path, revision=section.revision)
+        source = resolve_model(section.path, revision=section.revision, look_only=look_only)
     except OSError as error:
         raise ModelUnavailable(f"model {section.path} cannot be read: {error}; check model.path") from error
     path = source.path
@@ -102,7 +106,9 @@ def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
         config = ModelConfig.from_pretrained(
             path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
         )
-        num_weights = check_weights(path, config)
+        if not look_only or any(path.glob("*.safetensors")):
+            check_weights(path, config)
+        num_weights = count_weights(config)
     except ModelError as error:
         raise ModelUnavailable(f"model {section.path}: {error}") from error
     try:

@@ -16,13 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.packing import PackItem, pack
+from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
 from kvbatch.prompt import Prompt, PromptBuilder
+from kvbatch.unique_ids import UniqueIds
 from kvbatch.writer import atomic_file, write_table
 
 if TYPE_CHECKING:
     from engine.budget import Budget
     from kvbatch.corpus import Document
+    from kvbatch.earlier_rows import EarlierRows
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -31,7 +34,8 @@ PLAN_SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("row_id", pa.string()),
         ("sha1", pa.string()),
-        ("status", pa.string()),  # ok | rejected | error
+        ("content", pa.string()),  # hash of all that the row puts into its prompt
+        ("status", pa.string()),  # ok | carried | rejected | error
         ("error_code", pa.string()),
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
@@ -42,6 +46,8 @@ PLAN_SCHEMA = pa.schema(
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),
+        ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
+        ("carried_index", pa.int64()),  # and its index there
     ]
 )
 BIN_SCHEMA = pa.schema(
@@ -63,6 +69,7 @@ class PlanSummary:
 
     num_rows: int = 0
     num_running: int = 0
+    num_carried: int = 0
     num_shards: int = 0
     prompt_tokens: int = 0
     dropped_tokens: int = 0
@@ -97,10 +104,20 @@ class Planner:
         builder: makes prompts.
         budget: pages and rows that may be held at once.
         max_context: positions the model has.
+        earlier: rows that need not be done again.
     """
 
-    def __init__(self, job: Job, builder: PromptBuilder, budget: "Budget", max_context: int):
+    def __init__(
+        self,
+        job: Job,
+        builder: PromptBuilder,
+        budget: "Budget",
+        max_context: int,
+        earlier: "EarlierRows | None" = None,
+    ):
         self._job = job
+        self._earlier = earlier
+        self._prompt_columns = job.prompt.columns
         self._builder = builder
         self._budget = budget
         self.max_prompt_tokens = max_context - job.generation.max_new_tokens
@@ -108,6 +125,7 @@ class Planner:
         self._prefix_pages = budget.layout.sequence_pages(prefix) if prefix else 0
         self.summary = PlanSummary()
         self._hashes: dict[str, Any] = {}
+        self._ids = UniqueIds()
 
     def write(
         self,
@@ -130,6 +148,8 @@ class Planner:
             for window in windows(documents, self._job.output.shard_rows):
                 rows = self.plan_window(window, on_rows)
                 writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
+        if self._earlier:
+            self._earlier.check_met()
         summary = self.summary
         summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
         for item in summary.bins:
@@ -145,19 +165,22 @@ class Planner:
         summary = self.summary
         shard, first = summary.num_shards, summary.num_rows
         rows = [self._row(first + i, shard, document) for i, document in enumerate(documents)]
-        for batch in _text_batches(
-            [(row, d) for row, d in zip(rows, documents, strict=True) if d.status == "ok"]
-        ):
+        self._refuse_repeated(rows)
+        if self._earlier:
+            self._carry(rows, self._earlier)
+        to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row["status"] == "ok"]
+        for batch in _text_batches(to_judge):
             prompts = self._builder.build_batch(
                 [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
             )
             for (row, _), prompt in zip(batch, prompts, strict=True):
                 self._judge(row, prompt)
             on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
-        on_rows(sum(d.status != "ok" for d in documents), 0)
+        on_rows(len(rows) - len(to_judge), 0)
         self._pack(rows)
         summary.num_shards += 1
         summary.num_rows += len(rows)
+        summary.num_carried += sum(row["status"] == "carried" for row in rows)
         for row in rows:
             name = row["outcome"] or row["status"]
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
@@ -174,9 +197,27 @@ class Planner:
         }
         row |= {"row_id": str(document.row_id), "status": document.status}
         row |= {"error_code": document.error_code, "error_message": document.error_message}
+        row["content"] = prompt_content(document, self._prompt_columns)
         digest = self._hashes.setdefault(document.file, hashlib.sha256())
-        digest.update(f"{row['row_id']}\0{document.sha1}\n".encode())
+        digest.update(row_line(document))
         return row
+
+    def _refuse_repeated(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Reject rows whose id an earlier one has: the first keeps it, whatever becomes of that row."""
+        for row, is_repeated in zip(rows, self._ids.repeated([row["row_id"] for row in rows]), strict=True):
+            if is_repeated and row["status"] == "ok":
+                row["status"], row["error_code"] = "rejected", "duplicate_id"
+                row["error_message"] = (
+                    f"{row['file']}:{row['row']}: an earlier row has the id {row['row_id']!r}; "
+                    "give every row its own, or name another input.id_column"
+                )
+
+    def _carry(self, rows: Sequence[dict[str, Any]], earlier: "EarlierRows") -> None:
+        """Say of the rows that an earlier run did where it wrote them."""
+        for row in rows:
+            if row["status"] == "ok" and (place := earlier.find(row["row_id"], row["content"])):
+                row["status"] = "carried"
+                row["carried_run"], row["carried_index"] = place
 
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""

@@ -6,12 +6,13 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvbatch.carry import Carry, carried_by_default, check_model, find_run_of_same_rows
 from kvbatch.errors import (
     InputError,
     JobChanged,
@@ -22,6 +23,7 @@ from kvbatch.errors import (
 )
 from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
 from kvbatch.job import Job
+from kvbatch.limits import over_limits
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import (
     RunDirectory,
@@ -59,9 +61,11 @@ def run_job(
     *,
     new_run: bool = False,
     resume: RunDirectory | None = None,
+    carry: Carry | None = None,
     if_locked: IfLocked | None = None,
     stream: TextIO | None = None,
     stopper: Stopper | None = None,
+    on_run: Callable[[RunDirectory], None] = lambda run: None,
     make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
 ) -> RunOutcome:
     """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
@@ -69,9 +73,11 @@ def run_job(
     Args:
         new_run: begin anew in any case.
         resume: go on with this run and no other.
+        carry: begin anew with these rows of earlier runs; as `input.incremental` says by default.
         if_locked: what to do while another process runs the job; fail by default.
         stream: where progress is shown, stderr by default.
         stopper: holds signals back while a shard is written.
+        on_run: told the run directory once there is one.
         make_llm: makes the engine; by default the model is loaded into it.
 
     Raises:
@@ -83,16 +89,19 @@ def run_job(
     corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
     with job_lock(home, if_locked or IfLocked()), Progress(stream) as progress:
-        done = _done_run(job, corpus, new_run, resume)
+        done = _done_run(job, corpus, resume, carry, new_run)
         if done:
             return RunOutcome(done, is_new=False)
         progress.start("opening")
         runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm)
-        earlier = resume or (None if new_run else find_unfinished_run(job))
+        earlier = resume or (None if new_run or carry else find_unfinished_run(job))
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
+        if not earlier:
+            runner.choose_rows(carry, new_run)
         runner.divide_budget(earlier)
         run = earlier or create_run(job, runner.manifest)
+        on_run(run)
         log = RunLog(run.log)
         progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
         try:
@@ -108,11 +117,20 @@ def run_job(
     return RunOutcome(run, is_new=True)
 
 
-def _done_run(job: Job, corpus: "Corpus", new_run: bool, resume: RunDirectory | None) -> RunDirectory | None:
+def _done_run(
+    job: Job, corpus: "Corpus", resume: RunDirectory | None, carry: Carry | None, new_run: bool
+) -> RunDirectory | None:
     """Return the run that leaves nothing to do, if there is one."""
     if resume:
         return resume if resume.is_success else None
-    return None if new_run else find_same_run(job, corpus.files)
+    if carry:
+        from kvbatch.earlier_rows import EarlierRows
+
+        return None if EarlierRows(carry).num_redone else carry.directories[0]
+    if new_run:
+        return None
+    done = find_same_run(job, corpus.files)
+    return done or (find_run_of_same_rows(job, corpus) if job.input.incremental else None)
 
 
 @contextmanager
@@ -176,13 +194,7 @@ class JobRunner:
         self.model = open_model(job.model, job.engine)
         self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
         context = self.model.config.max_context
-        room = context - self.builder.num_static_tokens - job.generation.max_new_tokens
-        if room < 1:
-            raise JobFileError(
-                f"the prompt takes {self.builder.num_static_tokens:,} tokens before any document and "
-                f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
-                f"{context:,} leaves no room for a document: shorten one of them"
-            )
+        check_room(job, self.builder, context)
         dtype = str(self.model.dtype).removeprefix("torch.")
         described = describe_run(job, corpus.files)
         self.fingerprint = job_fingerprint(job).with_found(
@@ -210,6 +222,7 @@ class JobRunner:
             "semantic_hash": digest(self.fingerprint.semantic),
             "operational": self.fingerprint.operational,
             "operational_hash": digest(self.fingerprint.operational),
+            "carry": Carry().to_dict(),
         }
 
     def may_continue(self, run: RunDirectory, *, insists: bool) -> bool:
@@ -228,17 +241,32 @@ class JobRunner:
         if "semantic" not in found or "input_sha256" not in found:
             raise InputError(f"{run.path} is of another version of kvbatch; --new-run starts afresh")
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
-        lines = changes(found["semantic"], self.fingerprint.semantic)
+        changed_keys = changes(found["semantic"], self.fingerprint.semantic)
+        lines = [*changed_keys]
         lines += [f"input file {line}" for line in changes(found["input_sha256"], self._input_hashes)]
         if not lines:
             return True
         if not insists and (run.is_ended or next(finished_rows(run), None) is None):
             return False
+        if not insists and self.job.input.incremental and not changed_keys:
+            return False  # a new run carries over what this one finished
         raise JobChanged(
             f"{run.path} cannot be continued, since what decides its output changed:\n  "
             + "\n  ".join(lines)
             + "\n(kvbatch run --new-run starts afresh)"
         )
+
+    def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
+        """Choose what a new run carries over.
+
+        Raises:
+            JobChanged: The model is not that of the run whose rows shall stand beside it.
+        """
+        if carry is None and self.job.input.incremental and not new_run:
+            carry = carried_by_default(self.job, self.fingerprint.semantic)
+        elif carry:
+            check_model(carry, self.fingerprint.semantic)
+        self.manifest["carry"] = (carry or Carry()).to_dict()
 
     def divide_budget(self, earlier: RunDirectory | None) -> None:
         """Divide the memory, as the run that is continued did: its plan stands.
@@ -254,7 +282,7 @@ class JobRunner:
         known_bytes = None
         if found.get("memory_budget") == self.job.engine.memory_budget:
             known_bytes = found.get("memory_budget_bytes")
-        self.engine_config, self.budget = _divide_budget(self.job, self.model, self.builder, known_bytes)
+        self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
         self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes
         if not earlier:
             self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
@@ -284,11 +312,12 @@ class JobRunner:
         if recovered.is_whole:  # nothing was done; what was measured when it was stays
             measures |= {key: value for key, value in run.read_summary().items() if key in measures}
         summary = report.summarise(run, measures)
+        problem = over_limits(self.job.limits, summary)
+        if problem:
+            summary |= {"status": "over_limits", "over_limits": problem}
         write_json(run.summary, summary)
-        if summary["rows"] and not summary["ok"]:
-            raise LimitExceeded(
-                f"none of {summary['rows']:,} rows got an answer; {run.path}/deadletter has each with its reason"
-            )
+        if problem:
+            raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
@@ -339,6 +368,7 @@ class JobRunner:
                 "planned",
                 rows=plan.num_rows,
                 running=plan.num_running,
+                carried=plan.num_carried,
                 outcomes=plan.outcomes,
                 bins=len(plan.bins),
             )
@@ -354,24 +384,23 @@ class JobRunner:
         return plan, recovered
 
     def _make_plan(self, run: RunDirectory) -> "PlanSummary":
+        from kvbatch.earlier_rows import EarlierRows
         from kvbatch.plan import Planner
 
-        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context)
+        carry = Carry.of(run)
+        earlier = EarlierRows(carry) if carry.runs else None
+        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context, earlier)
         plan = planner.write(self.corpus.documents(), run.path, self.progress.advance)
         for warning in self.corpus.warnings:
             self.progress.note(f"warning: {warning}")
-        names = self.corpus.passthrough_schema.names
-        for key in ("template", "system"):
-            for name in column_names(getattr(self.job.prompt, key) or ""):
-                if plan.num_rows and name not in names:
-                    raise JobFileError(
-                        f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
-                    )
+        if plan.num_rows:
+            check_prompt_columns(self.job, self.corpus.passthrough_schema.names)
         planned = {
             "plan": plan.figures(),
             "num_rows": plan.num_rows,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
+            "carry": carry.to_dict(),
         }
         write_json(run.manifest, self.manifest | {"run_id": run.run_id} | planned)
         return plan
@@ -400,10 +429,42 @@ class JobRunner:
         }
 
 
-def _divide_budget(
-    job: Job, model: "ModelHandle", builder: "PromptBuilder", known_bytes: int | None
+def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
+    """Prove that the model's context holds more than what all prompts share and the answer.
+
+    Raises:
+        JobFileError: It does not.
+    """
+    if builder.num_static_tokens + job.generation.max_new_tokens >= context:
+        raise JobFileError(
+            f"the prompt takes {builder.num_static_tokens:,} tokens before any document and "
+            f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
+            f"{context:,} leaves no room for a document: shorten one of them"
+        )
+
+
+def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
+    """Prove that the input has the columns that the prompt uses.
+
+    Raises:
+        JobFileError: It does not.
+    """
+    for key in ("template", "system"):
+        for name in column_names(getattr(job.prompt, key) or ""):
+            if name not in names:
+                raise JobFileError(
+                    f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
+                )
+
+
+def plan_memory(
+    job: Job, model: "ModelHandle", builder: "PromptBuilder", known_bytes: int | None = None
 ) -> tuple["EngineConfig", "Budget"]:
-    """Return the engine's configuration and what it makes of the memory: so many bytes, or as the job says."""
+    """Return the engine's configuration and what it makes of the memory: so many bytes, or as the job says.
+
+    Raises:
+        JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
+    """
     from engine import EngineConfig
     from engine.budget import divide_budget
     from engine.errors import BudgetError

@@ -46,6 +46,7 @@ INPUT_FIELDS = [
     pa.field("kvb_input_file", pa.string()),
     pa.field("kvb_input_row", pa.int64()),
     pa.field("kvb_input_text", pa.string()),
+    pa.field("kvb_input_raw", pa.large_binary()),  # a row that could not be read, as it stands in the file
 ]
 
 
@@ -102,20 +103,28 @@ class OpenShard:
         """Whether every row that runs has ended."""
         return not self._num_left
 
-    def finish(self, place: int, result: "Result", oom_steps: Sequence[str] = ()) -> dict[str, Any]:
+    def finish(
+        self, place: int, result: "Result", oom_steps: Sequence[str] = (), num_retries: int = 0
+    ) -> dict[str, Any]:
         """Take a row's result; return its output columns.
 
         Args:
             oom_steps: what was done before, since memory ran out.
+            num_retries: how often it failed before, for another reason.
         """
         assert place not in self.finished, "a row ends once"
         gave_up = DEAD_LETTER in oom_steps
         columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
-        columns["kvb_attempts"] = 1 + len(oom_steps) - gave_up
+        columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns
         self._num_left -= 1
         return self.finished[place]
+
+    def carry(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""
+        for place, row in rows.items():
+            self.finished[place] = {**row, "kvb_shard": self.number, "kvb_bin": None}
 
     def output_rows(self) -> list[dict[str, Any]]:
         """Return the output columns of all rows, in input order."""
@@ -143,6 +152,7 @@ class OpenShard:
                     "kvb_input_file": self.documents[i].file,
                     "kvb_input_row": self.documents[i].row,
                     "kvb_input_text": _storable(self.documents[i].text),
+                    "kvb_input_raw": self.documents[i].raw,
                 }
                 for i in failed
             ]

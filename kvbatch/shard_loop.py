@@ -1,10 +1,13 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
+from kvbatch.carry import Carry
 from kvbatch.commit import commit_shard
+from kvbatch.earlier_rows import copy_rows
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
 from kvbatch.job import Job
@@ -38,6 +41,9 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
+        self._carry = Carry.of(run)
+        self._failures: Counter[int] = Counter()  # of rows that are tried again, by request id
+        self._to_retry: list[int] = []
 
     def run(self, plan: PlanSummary) -> None:
         """Run every planned row that was not recovered.
@@ -46,11 +52,10 @@ class ShardLoop:
             InputError: The input is not what was planned.
             OutputError: The run directory cannot be written.
         """
-        requests = drained_before(self._requests(plan), plan.peak_row)
+        requests = self._with_retries(drained_before(self._requests(plan), plan.peak_row))
         try:
             if self._llm is None:
-                for _ in requests:
-                    raise AssertionError("a row wants to run, but the plan has none")
+                assert not any(requests), "a row wants to run, but the plan has none"
             else:
                 for result, oom_steps in MemoryLadder(self._llm, self._note_oom).generate(requests):
                     self._finish(result, oom_steps)
@@ -62,8 +67,14 @@ class ShardLoop:
     def _finish(self, result: Result, oom_steps: Sequence[str]) -> None:
         number, place = divmod(result.request_id, self._job.output.shard_rows)
         shard = self._open[number]
+        num_failures = self._failures[result.request_id]
+        if result.finish_reason == "error" and not oom_steps and num_failures < self._job.limits.row_retries:
+            self._failures[result.request_id] += 1
+            self._to_retry.append(result.request_id)
+            self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
+            return
         with self._runner.stopper.shield():
-            row = shard.finish(place, result, oom_steps)
+            row = shard.finish(place, result, oom_steps, num_failures)
             self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
@@ -71,6 +82,23 @@ class ShardLoop:
             self._log.event("row failed", row_id=row_id, message=result.error_message)
         if shard.is_done:
             self._commit(shard)
+
+    def _with_retries(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """Add the rows that failed, soon after they did, so that their shards need not stay open for long."""
+        for request in requests:
+            yield request
+            yield from self._retries()
+        if self._job.limits.row_retries:
+            yield None  # the last rows end before it is known whether they failed
+            while self._to_retry:
+                yield from self._retries()
+                yield None
+
+    def _retries(self) -> Iterator[Request]:
+        for request_id in list(self._to_retry):
+            self._to_retry.remove(request_id)
+            number, place = divmod(request_id, self._job.output.shard_rows)
+            yield from self._build(self._open[number], [place])
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
@@ -85,6 +113,7 @@ class ShardLoop:
                 continue
             finished = self._recovered.rows.pop(number, {})
             shard = OpenShard(number, documents, planned, self._job.generation.seed, self._common, finished)
+            self._carry_over(shard)
             self._open[number] = shard
             self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
@@ -96,28 +125,35 @@ class ShardLoop:
                 "the input changed while the job ran: it has fewer rows than were planned; run it again"
             )
 
+    def _carry_over(self, shard: OpenShard) -> None:
+        places = {
+            place: (row["carried_run"], row["carried_index"])
+            for place, row in enumerate(shard.rows)
+            if row["status"] == "carried"
+        }
+        if places:
+            shard.carry(dict(zip(places, copy_rows(self._carry, list(places.values())), strict=True)))
+
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
+        for start in range(0, len(shard.running), PROMPT_BATCH):
+            yield from self._build(shard, shard.running[start : start + PROMPT_BATCH])
+
+    def _build(self, shard: OpenShard, places: Sequence[int]) -> Iterator[Request]:
         first = shard.number * self._job.output.shard_rows
         planner_limit = self._runner.model.config.max_context - self._job.generation.max_new_tokens
-        for start in range(0, len(shard.running), PROMPT_BATCH):
-            places = shard.running[start : start + PROMPT_BATCH]
-            prompts = self._runner.builder.build_batch(
-                [shard.documents[place] for place in places], planner_limit, self._job.long_document
+        prompts = self._runner.builder.build_batch(
+            [shard.documents[place] for place in places], planner_limit, self._job.long_document
+        )
+        for place, prompt in zip(places, prompts, strict=True):
+            assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
+            sampling = sampling_params(self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"])
+            yield Request(
+                first + place,
+                prompt.token_ids,
+                sampling,
+                prompt.prefix_tokens,
+                self._runner.builder.probe_ids,
             )
-            for place, prompt in zip(places, prompts, strict=True):
-                assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
-                    "a prompt differs from its plan"
-                )
-                sampling = sampling_params(
-                    self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"]
-                )
-                yield Request(
-                    first + place,
-                    prompt.token_ids,
-                    sampling,
-                    prompt.prefix_tokens,
-                    self._runner.builder.probe_ids,
-                )
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():

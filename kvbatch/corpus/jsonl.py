@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvbatch.corpus.compression import StreamError, open_stream
 from kvbatch.corpus.discovery import SourceFile
-from kvbatch.corpus.document import Document, RowValues, is_blank, made_up_id
+from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
 from kvbatch.corpus.fields import FieldTypes, JsonRow
 from kvbatch.corpus.ids import id_from_json
 from kvbatch.corpus.json_values import BadRecord, find_field, has_lone_surrogate, kind_name, parse_record
@@ -17,6 +17,7 @@ from kvbatch.errors import InputError
 
 # An escape is the only way a surrogate gets into strict UTF-8; pairs are looked at more closely later.
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+HASHED_BYTES = 1 << 16  # of a line, for a made-up id
 MAX_FILTER_ROWS = 256
 MAX_FILTER_BYTES = 8 << 20
 
@@ -27,7 +28,7 @@ class _Row:
 
     number: int
     num_bytes: int
-    content: bytes  # what a made-up id hashes when there is no text; b"" for a line over the limit
+    content: bytes  # the start of the line: for made-up ids and dead letters; b"" for a line over the limit
     record: dict | None
     may_hold_surrogates: bool = False
     error: BadRecord | None = None
@@ -79,8 +80,8 @@ class JsonlReader:
                 f"the line has {line.num_bytes:,} bytes, over max_row_bytes = {self.spec.max_row_bytes:,}"
             )
             return _Row(line.number, line.num_bytes, b"", None, error=BadRecord("row_too_large", reason))
-        # The line itself is needed again only where a made-up id hashes it: never keep a large one for that.
-        row = _Row(line.number, line.num_bytes, line.data[:65536], None)
+        # The line itself is needed again only where the row is rejected: never keep a large one for that.
+        row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
         try:
             text = line.data.decode("utf-8", "strict" if self.spec.errors == "reject" else "replace")
@@ -139,13 +140,15 @@ class JsonlReader:
             self._fields.note(values.record)
         text = text if type(text) is str else None
         if row_id is None:
-            content = row.content if text is None else text.encode("utf-8", "backslashreplace")
+            content = row.content[:HASHED_BYTES] if text is None else text.encode("utf-8", "backslashreplace")
             row_id = made_up_id(self.source.label, row.number, content)
         path = self.source.path
         if error is None:
             return Document(path, row.number, row_id, text, "ok", None, None, values)
         message = f"{path}:{row.number}: {error}"
-        return Document(path, row.number, row_id, text, "rejected", error.code, message, values)
+        return Document(
+            path, row.number, row_id, text, "rejected", error.code, message, values, row.content or None
+        )
 
     def _judge(self, has_text: bool, text: object) -> BadRecord | None:
         name = self.spec.text_name

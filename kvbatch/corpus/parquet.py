@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pyarrow import types as kind
 
 from kvbatch.corpus.discovery import SourceFile
-from kvbatch.corpus.document import Document, is_blank, made_up_id
+from kvbatch.corpus.document import RAW_BYTES, Document, is_blank, made_up_id
 from kvbatch.corpus.ids import id_from_bytes
 from kvbatch.corpus.parquet_schema import (
     Column,
@@ -158,6 +158,6 @@ def _document(
         row_id = made_up_id(source.label, row, data or b"")
     if code is None:
         return Document(source.path, row, row_id, text, "ok", None, None, values)
-    return Document(
-        source.path, row, row_id, text, "rejected", code, f"{source.path}:{row}: {reason}", values
-    )
+    message = f"{source.path}:{row}: {reason}"
+    raw = None if data is None else data[:RAW_BYTES]
+    return Document(source.path, row, row_id, text, "rejected", code, message, values, raw)
