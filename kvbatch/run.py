@@ -143,7 +143,7 @@ def opened_job(
     with Progress(stream) as progress:
         progress.start("opening")
         runner = JobRunner(job, Corpus(input_spec(job)), progress, stopper or Stopper(), _load_llm)
-        runner.engine_config, runner.budget = _divide_budget(job, runner.model, runner.builder, None)
+        runner.engine_config, runner.budget = plan_memory(job, runner.model, runner.builder)
         yield runner
 
 
