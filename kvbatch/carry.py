@@ -19,7 +19,7 @@ from kvbatch.corpus.fields import FieldTypes
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.fingerprint import changes
 from kvbatch.job import Job
-from kvbatch.manifest import RunDirectory, describe_files, describe_run, may_now_fit
+from kvbatch.manifest import PLAN_NAME, RunDirectory, describe_files, describe_run, may_now_fit
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
 
@@ -110,7 +110,7 @@ def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
     made = [
         (path.stat().st_mtime_ns, path.parent)
         for path in Path(job.output_dir).glob("*/manifest.json")
-        if not path.parent.is_symlink()
+        if not path.parent.is_symlink() and path.parent.name != PLAN_NAME
     ]
     for _, path in sorted(made, reverse=True):
         run = RunDirectory(path)

@@ -282,6 +282,45 @@ def _limits(job: "Job", **given: Any) -> "QualityGuardSection":
 @cli.command()
 @click.argument("job_file", type=click.Path(path_type=Path))
 @_OVERRIDES
+@click.option(
+    "--what-if", "what_if", multiple=True, metavar="KEY=VALUE", help="Compare: cache.keep_ratio=0.3."
+)
+@click.option("--calibrate", is_flag=True, help="Measure the speed on a few rows, with the weights.")
+@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="PRICE", help="Say what it costs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def plan(
+    context: click.Context,
+    job_file: Path,
+    overrides: tuple[str, ...],
+    what_if: tuple[str, ...],
+    calibrate: bool,
+    price_per_hour: float | None,
+    as_json: bool,
+) -> None:
+    """Say what the job of JOB_FILE will do, need and take; the next run uses this plan."""
+
+    def command() -> int:
+        from kvbatch.config import load_job
+        from kvbatch.planning import plan_job, render, to_json
+        from kvbatch.stop import stop_on_signals
+
+        job = load_job(job_file, overrides)
+        other = load_job(job_file, (*overrides, *what_if)) if what_if else None
+        with stop_on_signals() as stopper:
+            view = plan_job(job, what_if=what_if, other=other, calibrate=calibrate, stopper=stopper)
+        if as_json:
+            click.echo(json.dumps(to_json(view, price_per_hour), ensure_ascii=False))
+        else:
+            click.echo(render(view, price_per_hour))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@_OVERRIDES
 @_SAMPLE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sampled row.")
 @click.pass_context

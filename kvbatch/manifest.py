@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,9 +20,10 @@ from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, OutputError
 from kvbatch.fingerprint import InputFile, config_hash
 from kvbatch.job import Job
-from kvbatch.writer import fsync_directory, write_json, write_text
+from kvbatch.writer import atomic_file, fsync_directory, write_json, write_text
 
 MANIFEST_FORMAT = 1
+PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
 MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
 
@@ -150,6 +152,23 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
     write_json(run.manifest, manifest | {"run_id": run.run_id})
     _point_latest(home, run.run_id)
     return run
+
+
+def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
+    """Make a plan that was made before its run the plan of that run.
+
+    Raises:
+        OutputError: The run directory cannot be written.
+    """
+    try:
+        for name in ("plan.parquet", "stats/bins.parquet"):
+            with atomic_file(run.path / name) as stream, (planned.path / name).open("rb") as source:
+                shutil.copyfileobj(source, stream)
+    except FileNotFoundError as error:
+        raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
+    found = planned.read_manifest()
+    adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}
+    write_json(run.manifest, run.read_manifest() | adopted)
 
 
 def _point_latest(home: Path, run_id: str) -> None:

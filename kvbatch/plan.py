@@ -6,7 +6,7 @@ in its order.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -46,6 +46,7 @@ PLAN_SCHEMA = pa.schema(
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),
+        ("predicted_kv_full_bytes", pa.int64()),  # what the same row would take in the full cache
         ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
         ("carried_index", pa.int64()),  # and its index there
     ]
@@ -73,6 +74,8 @@ class PlanSummary:
     num_shards: int = 0
     prompt_tokens: int = 0
     dropped_tokens: int = 0
+    kv_bytes: int = 0  # of all rows that run, were they all held at once
+    kv_full_bytes: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     peak_pages: int = 0
     peak_row: int = 0  # the first row of the bin that needs them
@@ -105,6 +108,7 @@ class Planner:
         budget: pages and rows that may be held at once.
         max_context: positions the model has.
         earlier: rows that need not be done again.
+        known_tokens: prompt tokens by content, of rows that fitted in an earlier plan: they are not tokenised again.
     """
 
     def __init__(
@@ -114,8 +118,10 @@ class Planner:
         budget: "Budget",
         max_context: int,
         earlier: "EarlierRows | None" = None,
+        known_tokens: Mapping[str, int] | None = None,
     ):
         self._job = job
+        self._known_tokens = known_tokens or {}
         self._earlier = earlier
         self._prompt_columns = job.prompt.columns
         self._builder = builder
@@ -150,10 +156,8 @@ class Planner:
                 writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
         if self._earlier:
             self._earlier.check_met()
+        self._complete()
         summary = self.summary
-        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
-        for item in summary.bins:
-            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
         write_table(pa.Table.from_pylist(summary.bins, BIN_SCHEMA), run_dir / "stats" / "bins.parquet")
         return summary
@@ -169,7 +173,15 @@ class Planner:
         if self._earlier:
             self._carry(rows, self._earlier)
         to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row["status"] == "ok"]
-        for batch in _text_batches(to_judge):
+        unknown = []
+        for row, document in to_judge:
+            count = self._known_tokens.get(row["content"])
+            if count is None or count > self.max_prompt_tokens:
+                unknown.append((row, document))
+            else:
+                self._judge(row, Prompt([], count, len(self._builder.prefix_ids)))
+                on_rows(1, count)
+        for batch in _text_batches(unknown):
             prompts = self._builder.build_batch(
                 [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
             )
@@ -178,13 +190,50 @@ class Planner:
             on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
         on_rows(len(rows) - len(to_judge), 0)
         self._pack(rows)
+        self._count(rows)
+        return rows
+
+    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Count the rows of a shard that is planned."""
+        summary = self.summary
         summary.num_shards += 1
         summary.num_rows += len(rows)
         summary.num_carried += sum(row["status"] == "carried" for row in rows)
         for row in rows:
             name = row["outcome"] or row["status"]
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
-        return rows
+
+    def _complete(self) -> None:
+        """Hold the bins against the fullest one, once all are known."""
+        summary = self.summary
+        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
+        for item in summary.bins:
+            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
+
+    def replan(self, shards: Iterable[list[dict[str, Any]]]) -> PlanSummary:
+        """Return what another plan's rows would come to under this job: their prompts are the same, their bytes not."""
+        summary = self.summary
+        for rows in shards:
+            for row in rows:
+                if row["status"] == "ok" or row["error_code"] == "over_budget":
+                    row["status"] = "ok"
+                    outcome = "truncated" if row["dropped_tokens"] else "fits"
+                    prefix = len(self._builder.prefix_ids)
+                    self._judge(
+                        row,
+                        Prompt(
+                            [],
+                            row["prompt_tokens"],
+                            prefix,
+                            row["dropped_tokens"],
+                            row["truncation_side"],
+                            outcome,
+                        ),
+                    )
+            self._pack(rows)
+            self._count(rows)
+        self._complete()
+        return summary
 
     def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
         row = dict.fromkeys(PLAN_SCHEMA.names)
@@ -230,6 +279,9 @@ class Planner:
         if prompt.runs:
             pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)
             row["predicted_kv_bytes"] = pages * layout.page_bytes
+            full = layout.uncompressed
+            full_pages = full.sequence_pages(total, prompt.prefix_tokens, new_tokens)
+            row["predicted_kv_full_bytes"] = full_pages * full.page_bytes
             if pages + self._prefix_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"
                 message = (
@@ -265,6 +317,8 @@ class Planner:
             )
             summary.prompt_tokens += tokens
             summary.dropped_tokens += sum(rows[i]["dropped_tokens"] for i in found.indices)
+            summary.kv_bytes += sum(rows[i]["predicted_kv_bytes"] for i in found.indices)
+            summary.kv_full_bytes += sum(rows[i]["predicted_kv_full_bytes"] for i in found.indices)
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]

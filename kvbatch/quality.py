@@ -119,7 +119,7 @@ class QualitySample:
         self, runner: "JobRunner", size: int, on_row: Callable[[int, int], None] = lambda r, t: None
     ):
         self._runner, self._on_row = runner, on_row
-        self._requests = _sample(runner, size)
+        self._requests = sample_requests(runner, size)
         if not self._requests:
             raise InputError("no row of the corpus can run, so there is nothing to compare caches on")
         self._decoder = runner.model.decoder
@@ -197,7 +197,7 @@ def _compare_row(
     return rows
 
 
-def _sample(runner: "JobRunner", size: int) -> list[tuple[str, "Request"]]:
+def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"]]:
     """Return ids and requests of rows that run: those whose ids have the smallest hash, whatever their order."""
     job, kept = runner.job, []
     for number, document in enumerate(runner.corpus.documents()):

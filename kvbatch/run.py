@@ -6,7 +6,7 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from kvbatch.job import Job
 from kvbatch.limits import over_limits
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import (
+    PLAN_NAME,
     RunDirectory,
+    adopt_plan,
     create_run,
     describe_run,
     find_same_run,
@@ -97,10 +99,14 @@ def run_job(
         earlier = resume or (None if new_run or carry else find_unfinished_run(job))
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
+        planned = None
         if not earlier:
             runner.choose_rows(carry, new_run)
-        runner.divide_budget(earlier)
+            planned = runner.find_plan()
+        runner.divide_budget(earlier or planned)
         run = earlier or create_run(job, runner.manifest)
+        if planned:
+            adopt_plan(planned, run)
         on_run(run)
         log = RunLog(run.log)
         progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
@@ -284,13 +290,26 @@ class JobRunner:
             known_bytes = found.get("memory_budget_bytes")
         self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
         self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes
-        if not earlier:
-            self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
+        self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
+
+    def find_plan(self) -> RunDirectory | None:
+        """Return what `kvbatch plan` left for this very job and input, if there is such a plan."""
+        planned = RunDirectory(Path(self.job.output_dir) / PLAN_NAME)
+        if Carry(**self.manifest["carry"]).runs or not planned.manifest.exists():
+            return None  # of the rows that are carried over, a plan knows nothing
+        try:
+            found = planned.read_manifest()
+            fits = "plan" in found and found.get("operational") == self.fingerprint.operational
+            fits = fits and self.may_continue(planned, insists=False)
+        except InputError:  # of another version
+            return None
+        return planned if fits else None
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
         """Plan, load and run the job into a run directory; raises as `run_job`."""
         from kvbatch import report
         from kvbatch.shard_loop import ShardLoop
+        from kvbatch.speed import keep_speed
         from kvbatch.stats import write_stats
 
         self._guard(run, log)
@@ -307,6 +326,7 @@ class JobRunner:
         self.progress.end()
         if llm:
             write_stats(llm.monitor, run)
+            keep_speed(self, llm.monitor.speed, self.progress.phase_s["running"])
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds) | {"continued_rows": recovered.num_finished}
         if recovered.is_whole:  # nothing was done; what was measured when it was stays
@@ -363,7 +383,7 @@ class JobRunner:
         self.progress.start("planning")
         manifest = run.read_manifest()
         if "plan" not in manifest:
-            plan = self._make_plan(run)
+            plan = self.make_plan(run)
             log.event(
                 "planned",
                 rows=plan.num_rows,
@@ -383,13 +403,24 @@ class JobRunner:
                 pass
         return plan, recovered
 
-    def _make_plan(self, run: RunDirectory) -> "PlanSummary":
+    def make_plan(self, run: RunDirectory, known_tokens: Mapping[str, int] | None = None) -> "PlanSummary":
+        """Plan the corpus into a directory.
+
+        Args:
+            known_tokens: see `Planner`.
+
+        Raises:
+            JobFileError: The prompt uses a column that the input does not have.
+            InputError: An input file cannot be read.
+            OutputError: The directory cannot be written.
+        """
         from kvbatch.earlier_rows import EarlierRows
         from kvbatch.plan import Planner
 
         carry = Carry.of(run)
         earlier = EarlierRows(carry) if carry.runs else None
-        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context, earlier)
+        context = self.model.config.max_context
+        planner = Planner(self.job, self.builder, self.budget, context, earlier, known_tokens)
         plan = planner.write(self.corpus.documents(), run.path, self.progress.advance)
         for warning in self.corpus.warnings:
             self.progress.note(f"warning: {warning}")
