@@ -136,6 +136,9 @@ def render(summary: dict[str, Any]) -> str:
     if s["truncated"]:
         lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
     if s["status"] == "complete":
+        if s.get("continued_rows"):
+            text = f"{s['continued_rows']:,} rows were finished before; speed, times and KV are of the rest"
+            lines.append(("continued", text))
         if s["tokens_per_s"]:
             generated = f"{s['generated_tokens_per_s']:,.1f} of them generated"
             lines.append(
