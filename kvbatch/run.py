@@ -191,6 +191,8 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
     ):
+        import torch
+
         from kvbatch.model import open_model
         from kvbatch.prompt import PromptBuilder
 
@@ -210,7 +212,11 @@ class JobRunner:
                 "model dtype": dtype,
                 "tokenizer": self.model.tokenizer_hash,
             },
-            operational={"device": self.model.device, "versions": described["versions"]},
+            machine={
+                "device": self.model.device,
+                "threads": torch.get_num_threads(),
+                "versions": described["versions"],
+            },
         )
         self._input_hashes: dict[str, str] | None = None
         self.manifest = described | {
@@ -244,8 +250,10 @@ class JobRunner:
         from kvbatch.commit import finished_rows
 
         found = run.read_manifest()
-        if "semantic" not in found or "input_sha256" not in found:
-            raise InputError(f"{run.path} is of another version of kvbatch; --new-run starts afresh")
+        if "semantic" not in found:
+            if insists:
+                raise InputError(f"{run.path} is of a kvbatch that could not continue runs; run the job anew")
+            return False
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
         lines = [*changed_keys]
@@ -297,13 +305,9 @@ class JobRunner:
         planned = RunDirectory(Path(self.job.output_dir) / PLAN_NAME)
         if Carry(**self.manifest["carry"]).runs or not planned.manifest.exists():
             return None  # of the rows that are carried over, a plan knows nothing
-        try:
-            found = planned.read_manifest()
-            fits = "plan" in found and found.get("operational") == self.fingerprint.operational
-            fits = fits and self.may_continue(planned, insists=False)
-        except InputError:  # of another version
-            return None
-        return planned if fits else None
+        found = planned.read_manifest()
+        fits = "plan" in found and found.get("operational") == self.fingerprint.operational
+        return planned if fits and self.may_continue(planned, insists=False) else None
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
         """Plan, load and run the job into a run directory; raises as `run_job`."""
