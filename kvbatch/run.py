@@ -269,8 +269,7 @@ class JobRunner:
             known_bytes = found.get("memory_budget_bytes")
         self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
         self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes
-        if not earlier:
-            self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
+        self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
         """Plan, load and run the job into a run directory; raises as `run_job`."""

@@ -86,7 +86,8 @@ def kill_until_done(job_file, tmp_path, num_rows: int, num_kills: int, steps: ra
     expected = output(run(path, "output.dir=whole"))
     assert expected["id"].to_pylist() == list(range(num_rows))
     chance, kills = random.Random(num_rows), 0
-    while run_and_kill(tmp_path, path, chance.choice(steps)):
+    while code := run_and_kill(tmp_path, path, chance.choice(steps)):
+        assert code == -signal.SIGKILL
         kills += 1
         runs = [each for each in Path("runs/test").glob("2*/") if (each / "manifest.json").exists()]
         for found in map(RunDirectory, runs[:1]):
