@@ -38,16 +38,15 @@ class Fingerprint:
     semantic: Mapping[str, Any]
     operational: Mapping[str, Any]
 
-    def with_found(self, semantic: Mapping[str, Any], operational: Mapping[str, Any]) -> "Fingerprint":
-        """Return it with what is known only once the model is open."""
-        return Fingerprint(_plain({**self.semantic, **semantic}), _plain({**self.operational, **operational}))
+    def with_found(self, semantic: Mapping[str, Any], machine: Mapping[str, Any]) -> "Fingerprint":
+        """Return it with what is known only once the model is open; to be deterministic, the machine decides too."""
+        if self.semantic["engine.deterministic"]:
+            return Fingerprint(_plain({**self.semantic, **semantic, **machine}), self.operational)
+        return Fingerprint(_plain({**self.semantic, **semantic}), _plain({**self.operational, **machine}))
 
 
 def job_fingerprint(job: Job) -> Fingerprint:
-    """Return the keys of a job file.
-
-    To be deterministic is to depend on the machine as well: then all that the engine is told decides the output.
-    """
+    """Return the keys of a job file; to be deterministic, all that the engine is told decides the output."""
     values = _flat(job.model_dump(mode="json", exclude={"version", "name", "cache"}))
     values |= {
         f"cache.{key}": value for key, value in asdict(job.cache.policy).items()

@@ -270,11 +270,11 @@ class Planner:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
 
 
-def read_plan(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
+def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
     """Yield the plan's rows, one list per shard."""
     with pq.ParquetFile(run_dir / "plan.parquet") as file:
         for shard in range(file.num_row_groups):
-            yield file.read_row_group(shard).to_pylist()
+            yield file.read_row_group(shard, columns).to_pylist()
 
 
 def windows(documents: Iterable[Any], size: int) -> Iterator[list[Any]]:

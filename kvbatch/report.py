@@ -150,6 +150,9 @@ def render(summary: dict[str, Any]) -> str:
     if s.get("over_limits"):
         lines.append(("over limits", s["over_limits"]))
     if "wall_s" in s:
+        if s.get("continued_rows"):
+            text = f"{s['continued_rows']:,} rows were finished before; speed, times and KV are of the rest"
+            lines.append(("continued", text))
         if s["tokens_per_s"]:
             generated = f"{s['generated_tokens_per_s']:,.1f} of them generated"
             lines.append(

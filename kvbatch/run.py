@@ -170,6 +170,8 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
     ):
+        import torch
+
         from kvbatch.model import open_model
         from kvbatch.prompt import PromptBuilder
 
@@ -189,7 +191,11 @@ class JobRunner:
                 "model dtype": dtype,
                 "tokenizer": self.model.tokenizer_hash,
             },
-            operational={"device": self.model.device, "versions": described["versions"]},
+            machine={
+                "device": self.model.device,
+                "threads": torch.get_num_threads(),
+                "versions": described["versions"],
+            },
         )
         self._input_hashes: dict[str, str] | None = None
         self.manifest = described | {
@@ -223,8 +229,10 @@ class JobRunner:
         from kvbatch.commit import finished_rows
 
         found = run.read_manifest()
-        if "semantic" not in found or "input_sha256" not in found:
-            raise InputError(f"{run.path} is of another version of kvbatch; --new-run starts afresh")
+        if "semantic" not in found:
+            if insists:
+                raise InputError(f"{run.path} is of a kvbatch that could not continue runs; run the job anew")
+            return False
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
         lines = [*changed_keys]
