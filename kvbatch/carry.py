@@ -97,7 +97,7 @@ def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
         JobChanged: Another one made them.
     """
     for run in carry.directories:
-        before = run.read_manifest()["semantic"]
+        before = run.read_manifest().get("semantic", {})
         lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
         if lines:
             raise JobChanged(

@@ -156,8 +156,7 @@ def _run(
             outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
         if not outcome.is_new:
             ending.run = outcome.run
-            click.echo(nothing.format(run=outcome.run.path))
-            click.echo(f"Output: {outcome.run.shards}/part-*.parquet")
+            click.echo(nothing.format(run=outcome.run.path, output=f"{outcome.run.shards}/part-*.parquet"))
     return 0
 
 
@@ -172,7 +171,10 @@ def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], **op
     def command() -> int:
         from kvbatch.config import load_job
 
-        nothing = "Nothing new: job, model and input are those of the run in {run} (--new-run runs it again)."
+        nothing = (
+            "Nothing new: job, model and input are those of the run in {run}.\n"
+            "Output: {output} (--new-run runs the job again)"
+        )
         return _run(lambda: load_job(job_file, overrides), nothing, **options)
 
     _guarded(context, command)
@@ -191,7 +193,7 @@ def resume(context: click.Context, run_path: Path, overrides: tuple[str, ...], *
 
         found = open_run(run_path)
         job_file = found.path / "job.resolved.yaml"
-        nothing = "Nothing to do: {run} is complete."
+        nothing = "Nothing to do: {run} is complete.\nOutput: {output}"
         return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
 
     _guarded(context, command)
@@ -236,7 +238,7 @@ def retry(
 
         found = open_run(run_path)
         more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
-        nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}."
+        nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}.\nOutput: {{output}}"
         return _run(
             lambda: load_job(found.path / "job.resolved.yaml", (*overrides, *more)),
             nothing,
