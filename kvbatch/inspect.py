@@ -153,7 +153,8 @@ def _show_problem(problem: FileProblem, as_json: bool, out: TextIO) -> None:
 def _column_types(file: SourceFile, fields: FieldTypes) -> list[str]:
     if file.format == "parquet":
         with open_parquet(file) as parquet:
-            return [f"{each.name}: {each.type}" for each in parquet.schema_arrow]
+            found = [f"{each.name}: {each.type}" for each in parquet.schema_arrow]
+        return found + [f"{name}: string, from the path" for name, _ in file.partitions]
     return [
         f"{name}: {'mixed (JSON text)' if seen.as_json else seen.arrow}"
         for name, seen in fields.types().items()

@@ -7,6 +7,7 @@ from decimal import Decimal
 from uuid import UUID
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import types as kind
 
@@ -46,6 +47,9 @@ def _plain(scalar: pa.Scalar) -> object:
         return [_plain(item) for item in scalar.values]
     if isinstance(scalar, pa.StringScalar | pa.LargeStringScalar):
         return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")  # Parquet does not promise UTF-8
+    if kind.is_float16(type_) or kind.is_float32(type_):
+        narrow = np.float16 if kind.is_float16(type_) else np.float32
+        return _simple(float(str(narrow(scalar.as_py()))))  # 0.1, not the digits of the nearest double
     if kind.is_fixed_size_binary(type_) and not isinstance(type_, pa.BaseExtensionType):
         return scalar.as_py().hex()  # keys and digests, whose bytes may be UTF-8 by chance
     return _simple(scalar.as_py())
