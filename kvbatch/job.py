@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
+from kvbatch.cleaning import Cleaning
 from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
@@ -57,6 +58,7 @@ class PromptSection(Section):
     template: str
     system: str | None = None
     chat: Literal["auto"] | bool = "auto"  # auto: the tokenizer's chat template where it has one
+    clean: tuple[Cleaning, ...] = ()  # ansi, invisible, blobs: what is taken out of every document
 
     @field_validator("template", "system")
     @classmethod

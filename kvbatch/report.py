@@ -15,6 +15,7 @@ _SUMS = (
     "completion_tokens",
     "cached_prompt_tokens",
     "dropped_tokens",
+    "removed_chars",
     "kv_full_bytes",
     "kv_kept_bytes",
 )
@@ -132,6 +133,8 @@ def render(summary: dict[str, Any]) -> str:
     ]
     if s["truncated"]:
         lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
+    if s["removed_chars"]:
+        lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))
     if s["status"] == "complete":
         if s["tokens_per_s"]:
             generated = f"{s['generated_tokens_per_s']:,.1f} of them generated"

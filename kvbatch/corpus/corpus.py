@@ -133,7 +133,8 @@ class Corpus:
             if columns is None:
                 self.check()
                 return
-            yield from read_parquet(file, self.spec, columns, self._filter, self._parquet.fields)
+            fields = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
+            yield from read_parquet(file, self.spec, columns, self._filter, fields)
             return
         reader = JsonlReader(file, self.spec, self._filter, fields)
         yield from reader.documents()

@@ -113,7 +113,8 @@ def _check_range(
     """Refuse what would not fit into a column once it is widened, while no answer has been made yet."""
     for name, array in zip(values.schema.names, values.columns, strict=True):
         try:
-            widened(array, fields[name].type)
+            if name in fields:
+                widened(array, fields[name].type)
         except pa.ArrowInvalid as error:
             where = f"in rows {num_rows + 1:,} to {num_rows + len(values):,}"
             raise InputError(f"{source.path}: column {name!r} {where}: {error}") from error
