@@ -53,9 +53,9 @@ class Prompt:
     prefix_tokens: int  # of these, the ones shared with all rows
     dropped_tokens: int = 0
     truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
-    removed_chars: int = 0  # by which prompt.clean made the document shorter
     outcome: Outcome = "fits"
     message: str | None = None
+    removed_chars: int = 0  # by which prompt.clean made the document shorter
 
     @property
     def runs(self) -> bool:
