@@ -32,9 +32,7 @@ class InputSection(Section):
     limit: Count | None = None
     max_row_bytes: Count = 1024**3  # a longer row is rejected, its neighbours run
     errors: Literal["reject", "replace"] = "reject"  # a row with bytes that are not UTF-8
-    on_bad_row: Literal["reject", "fail"] = (
-        "reject"  # fail: the first bad row ends the job before the model loads
-    )
+    on_bad_row: Literal["reject", "fail"] = "reject"  # fail: end the job before the model loads
 
     @property
     def paths(self) -> tuple[str, ...]:

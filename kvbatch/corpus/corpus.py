@@ -131,8 +131,10 @@ class Corpus:
         if file.format == "parquet":
             columns = self._opened[0].get(file.path)
             if columns is None:
-                self.check()
-                return
+                for problem in self._opened[1]:
+                    if problem.path == file.path:
+                        raise InputError(f"{problem.path}: {problem.message}")
+                return  # it has no rows
             fields = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
             yield from read_parquet(file, self.spec, columns, self._filter, fields)
             return

@@ -24,7 +24,7 @@ from kvbatch.errors import InputError
 
 # An escape is the only way a surrogate gets into strict UTF-8; pairs are looked at more closely later.
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-MAX_NAMED_KEYS = 8  # of those that a line repeats
+MAX_NAMED_KEYS = 8  # of those that occur twice
 MAX_FILTER_ROWS = 256
 MAX_FILTER_BYTES = 8 << 20
 
@@ -90,7 +90,8 @@ class JsonlReader:
     def warnings(self) -> list[str]:
         """What the user should know once the file was read."""
         found = [
-            f"{self.source.path}:{line}: key {key!r} occurs twice ({count:,} lines so): the last value counts"
+            f"{self.source.path}:{line}: key {key!r} occurs twice, here and in {count - 1:,} more lines: "
+            "the last value counts"
             for key, (line, count) in self._repeated.items()
         ]
         if self.num_records and self.spec.text_name in self.unseen:
@@ -121,9 +122,10 @@ class JsonlReader:
             if row.may_hold_surrogates and self.spec.errors == "replace":
                 text, row.may_hold_surrogates = replace_lone_surrogates(text), False
             row.record = parse_record(text, repeated := [])
-            for key in set(repeated[:MAX_NAMED_KEYS]):
-                first, count = self._repeated.get(key, (row.number, 0))
-                self._repeated[key] = first, count + 1
+            for key in dict.fromkeys(repeated):
+                if key in self._repeated or len(self._repeated) < MAX_NAMED_KEYS:
+                    first, count = self._repeated.get(key, (row.number, 0))
+                    self._repeated[key] = first, count + 1
             row.record |= {name: value for name, value in self._partitions.items() if name not in row.record}
         except UnicodeDecodeError as error:
             row.error = BadRecord(

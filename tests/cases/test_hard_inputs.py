@@ -132,7 +132,9 @@ def test_what_is_told_of_rows_that_are_read_all_the_same(tmp_path):
     )
     corpus = Corpus(InputSpec((str(path),), errors="replace"))
     assert [each.text for each in corpus.documents()] == ["y", "\ufffd \\ud83d \U0001f600"]
-    assert corpus.warnings == [f"{path}:1: key 'text' occurs twice (1 lines so): the last value counts"]
+    assert corpus.warnings == [
+        f"{path}:1: key 'text' occurs twice, here and in 0 more lines: the last value counts"
+    ]
     with pytest.raises(InputError, match=r"in\.jsonl:2: .*on_bad_row"):
         list(Corpus(InputSpec((str(path),), on_bad_row="fail")).documents())
 
