@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
+from kvbatch.cleaning import Cleaning
 from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
@@ -33,6 +34,7 @@ class InputSection(Section):
     max_row_bytes: Count = 1024**3  # a longer row is rejected, its neighbours run
     errors: Literal["reject", "replace"] = "reject"  # a row with bytes that are not UTF-8
     incremental: bool = False  # do the rows that are new or changed, carry the others over from the last run
+    on_bad_row: Literal["reject", "fail"] = "reject"  # fail: end the job before the model loads
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -56,6 +58,7 @@ class PromptSection(Section):
     template: str
     system: str | None = None
     chat: Literal["auto"] | bool = "auto"  # auto: the tokenizer's chat template where it has one
+    clean: tuple[Cleaning, ...] = ()  # ansi, invisible, blobs: what is taken out of every document
 
     @field_validator("template", "system")
     @classmethod

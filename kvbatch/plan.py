@@ -42,6 +42,7 @@ PLAN_SCHEMA = pa.schema(
         ("prompt_tokens", pa.int64()),
         ("dropped_tokens", pa.int64()),
         ("truncation_side", pa.string()),
+        ("removed_chars", pa.int64()),
         ("shard", pa.int32()),
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
@@ -275,6 +276,7 @@ class Planner:
         total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
+        row["removed_chars"] = prompt.removed_chars
         message = prompt.message
         if prompt.runs:
             pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)

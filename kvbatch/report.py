@@ -15,6 +15,7 @@ _SUMS = (
     "prompt_tokens",
     "completion_tokens",
     "cached_prompt_tokens",
+    "removed_chars",
     "kv_full_bytes",
     "kv_kept_bytes",
 )
@@ -147,6 +148,8 @@ def render(summary: dict[str, Any]) -> str:
     ]
     if s["truncated"]:
         lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
+    if s["removed_chars"]:
+        lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))
     if s.get("over_limits"):
         lines.append(("over limits", s["over_limits"]))
     if "wall_s" in s:

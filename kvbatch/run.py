@@ -168,6 +168,7 @@ def input_spec(job: Job) -> "InputSpec":
         limit=section.limit,
         max_row_bytes=section.max_row_bytes,
         errors=section.errors,
+        on_bad_row=section.on_bad_row,
     )
 
 

@@ -29,6 +29,7 @@ OUTPUT_FIELDS = [
     pa.field("kvb_cached_prompt_tokens", pa.int64()),
     pa.field("kvb_dropped_tokens", pa.int64()),
     pa.field("kvb_truncation_side", pa.string()),
+    pa.field("kvb_removed_chars", pa.int64()),  # by prompt.clean
     pa.field("kvb_n_chunks", pa.int32()),
     pa.field("kvb_kv_full_bytes", pa.int64()),
     pa.field("kvb_kv_kept_bytes", pa.int64()),
@@ -171,6 +172,7 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
         "kvb_prompt_tokens": row["prompt_tokens"],
         "kvb_dropped_tokens": row["dropped_tokens"],
         "kvb_truncation_side": row["truncation_side"],
+        "kvb_removed_chars": row["removed_chars"],
         "kvb_bin": row["bin"],
     }
 
