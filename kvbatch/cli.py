@@ -134,7 +134,7 @@ def inspect(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.pass_context
 def report(context: click.Context, run_path: Path, as_json: bool) -> None:
-    """Print the summary of RUN: runs/<job> for the latest run, or runs/<job>/<run id>."""
+    """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
 
     def command() -> int:
         if as_json:
@@ -142,7 +142,13 @@ def report(context: click.Context, run_path: Path, as_json: bool) -> None:
 
             click.echo(json.dumps(load_summary(run_path), ensure_ascii=False))
         else:
-            click.echo(_rendered(run_path))
+            from kvbatch.manifest import open_run
+            from kvbatch.page import write_page
+
+            try:
+                write_page(open_run(run_path))
+            finally:  # the summary can be told of a run whose directory cannot be written
+                click.echo(_rendered(run_path))
         return 0
 
     _guarded(context, command)

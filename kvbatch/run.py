@@ -174,12 +174,24 @@ class JobRunner:
         measures = self._measures(plan, llm, seconds)
         summary = report.summarise(run, measures)
         write_json(run.summary, summary)
+        self._write_page(run, log)
         if summary["rows"] and not summary["ok"]:
             raise LimitExceeded(
                 f"none of {summary['rows']:,} rows got an answer; {run.path}/deadletter has each with its reason"
             )
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
+
+    def _write_page(self, run: RunDirectory, log: RunLog) -> None:
+        """Write the report; a run whose rows are safe does not fail because of it."""
+        from kvbatch.page import write_page
+
+        try:
+            write_page(run)
+        except Exception as error:
+            text = f"report.html was not written, {type(error).__name__}: {error}"
+            log.event("warning", message=text)
+            self.progress.note(f"warning: {text}; kvbatch report {run.path} writes it again")
 
     def _plan(self, run: RunDirectory) -> "PlanSummary":
         from kvbatch.plan import Planner
