@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 from engine.budget import divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.constraint import constrain
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.prefixes import PrefixCache
@@ -130,6 +131,7 @@ class LLM:
         prefix = self.prefixes.get(tokens) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
+        sequence.constraint = sequence.request.constraint and sequence.request.constraint()
         if prefix:
             sequence.reuse(len(tokens))
         return True
@@ -169,6 +171,7 @@ class LLM:
         self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
+        logits = constrain(logits, [s.constraint for s in ready])
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
         now = time.perf_counter()
         for sequence, token in zip(ready, tokens, strict=True):
@@ -181,6 +184,10 @@ class LLM:
                 sequence.finish_reason = finish_reason(
                     sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
                 )
+                if sequence.constraint:
+                    sequence.constraint.advance(token)
+                    if sequence.constraint.finished:
+                        sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 yield self._finish(sequence, now)
 

@@ -114,6 +114,7 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
     ):
+        from kvbatch.answers import answer_form
         from kvbatch.model import open_model
         from kvbatch.prompt import PromptBuilder
 
@@ -130,6 +131,7 @@ class JobRunner:
                 f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
                 f"{context:,} leaves no room for a document: shorten one of them"
             )
+        self.answers = answer_form(job.generation, self.model)
         self.engine_config, self.budget = _divide_budget(job, self.model, self.builder)
         self.manifest = describe_run(job, corpus.files) | {
             "model": {

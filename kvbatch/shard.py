@@ -13,10 +13,12 @@ from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
     from engine import Result
+    from kvbatch.answers import AnswerForm
     from kvbatch.corpus import Document
 
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),  # the same, proved to be of generation.json_schema
     pa.field("kvb_status", pa.string()),  # ok | rejected | error
     pa.field("kvb_finish_reason", pa.string()),  # stop | length | repetition | error
     pa.field("kvb_error_code", pa.string()),
@@ -69,6 +71,7 @@ class OpenShard:
     number: int
     documents: Sequence["Document"]
     rows: Sequence[dict[str, Any]]
+    answers: "AnswerForm | None" = None  # the form that they must have
     results: dict[int, "Result"] = field(default_factory=dict)  # by place in the window
 
     def __post_init__(self) -> None:
@@ -101,9 +104,15 @@ class OpenShard:
         rows = []
         for place, planned in enumerate(self.rows):
             result = self.results.get(place)
-            row = common | _planned_columns(planned) | (_result_columns(result) if result else {})
+            row = common | _planned_columns(planned) | (self._result_columns(result) if result else {})
             rows.append(row | {"kvb_seed": row_seed(job_seed, planned["row_id"])})
         return rows
+
+    def _result_columns(self, result: "Result") -> dict[str, Any]:
+        columns = _result_columns(result)
+        if self.answers and result.finish_reason != "error":
+            columns |= self.answers.judge(result.text)
+        return columns
 
     def write(self, keys: pa.Table, rows: list[dict[str, Any]], run_dir: Path) -> None:
         """Write the shard, and before it a copy of its failed rows with their input to the dead letters.

@@ -61,7 +61,7 @@ class ShardLoop:
         for number, documents in enumerate(
             windows(self._runner.corpus.documents(), self._job.output.shard_rows)
         ):
-            shard = OpenShard(number, documents, next(rows, []))
+            shard = OpenShard(number, documents, next(rows, []), self._runner.answers)
             self._open[number] = shard
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
             if shard.is_done:
@@ -91,10 +91,11 @@ class ShardLoop:
                     sampling,
                     prompt.prefix_tokens,
                     self._runner.builder.probe_ids,
+                    self._runner.answers and self._runner.answers.constraint,
                 )
 
     def _sampling(self, row_id: str) -> SamplingParams:
-        values = self._job.generation.model_dump()
+        values = self._job.generation.model_dump(exclude={"json_schema", "choices"})
         values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
         return SamplingParams(**values | {"seed": row_seed(self._job.generation.seed, row_id)})
 

@@ -6,7 +6,7 @@ from typing import Literal
 from kvbatch.errors import JobFileError
 
 RESERVED_PREFIX = "kvb_"
-RESERVED_NAME = "output"
+RESERVED_NAMES = ("output", "output_json")
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,4 @@ class InputSpec:
 
 def is_reserved(name: str, id_name: str) -> bool:
     """Tell whether an output column of this name exists already."""
-    return name in (RESERVED_NAME, id_name) or name.startswith(RESERVED_PREFIX)
+    return name in (*RESERVED_NAMES, id_name) or name.startswith(RESERVED_PREFIX)
