@@ -105,7 +105,11 @@ def run(context: click.Context, job_file: Path, overrides: tuple[str, ...], new_
 @click.option("--id", "id_column", metavar="COLUMN", help="Column of the row ids.")
 @click.option("--text", "text_column", metavar="COLUMN", help="Column of the texts, 'text' by default.")
 @click.option(
-    "--format", "format_", type=click.Choice(["auto", "jsonl", "parquet"]), default="auto", show_default=True
+    "--format",
+    "format_",
+    type=click.Choice(["auto", "jsonl", "parquet", "openai-batch"]),
+    default="auto",
+    show_default=True,
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, a summary last.")
 @click.pass_context
@@ -125,6 +129,21 @@ def inspect(
 
         spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
         return run_inspect(spec, as_json=as_json, out=sys.stdout, err=sys.stderr)
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.option("--markdown", "as_markdown", is_flag=True, help="The table of all keys instead.")
+@click.pass_context
+def schema(context: click.Context, as_markdown: bool) -> None:
+    """Print the JSON schema of job files, for editors to complete and check them by."""
+
+    def command() -> int:
+        from kvbatch.schema import json_schema, markdown
+
+        click.echo(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return 0
 
     _guarded(context, command)
 

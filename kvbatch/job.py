@@ -3,7 +3,7 @@
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
@@ -12,6 +12,7 @@ from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
+_SCHEMA_OR_PATH = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 
 
 class Section(BaseModel):
@@ -25,8 +26,8 @@ class InputSection(Section):
 
     path: str | tuple[str, ...]
     """Files, globs or directories."""
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """What the files are; `auto` reads it from their bytes."""
+    format: Literal["auto", "jsonl", "parquet", "openai-batch"] = "auto"
+    """What the files are; `auto` reads it from their bytes; `openai-batch`: rows are requests for chat completions."""
     id_column: str | None = None
     """Column of the row ids; by default `id` where there is one, else made up from file, row and content."""
     text_column: str = "text"
@@ -66,8 +67,9 @@ class ModelSection(Section):
 class PromptSection(Section):
     """What is asked of every document."""
 
-    template: str
-    """What is asked, with `{text}` where the document goes; `{id}` and `{column}` are filled too."""
+    template: str | None = None
+    """What is asked, with `{text}` where the document goes; `{id}` and `{column}` are filled too. Required, except
+    with format `openai-batch`, whose rows ask for themselves."""
     system: str | None = None
     """System turn before it."""
     chat: Literal["auto"] | bool = "auto"
@@ -104,9 +106,7 @@ class GenerationSection(Section):
     """Let the model's own end tokens pass."""
     repetition_stop: bool = True
     """End an answer that goes round in circles."""
-    json_schema: dict[str, Any] | None = (
-        None  # the answer is JSON of this schema; or the path of a file with it
-    )
+    json_schema: Annotated[dict[str, Any] | None, WithJsonSchema(_SCHEMA_OR_PATH)] = None
     """The answer is JSON of this schema, given here or as the path of a file."""
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """The answer is one of these."""
@@ -241,12 +241,30 @@ class Job(Section):
     """Names the output directory."""
     input: InputSection
     model: ModelSection
-    prompt: PromptSection
+    prompt: PromptSection = PromptSection()
     generation: GenerationSection = GenerationSection()
     long_document: LongDocumentSection = LongDocumentSection()
     cache: CacheSection = CacheSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> "Job":
+        if self.input.format != "openai-batch":
+            if self.prompt.template is None:
+                raise ValueError("prompt.template is missing; add what is asked of every document")
+            return self
+        unused = {
+            "prompt.template": self.prompt.template,
+            "prompt.system": self.prompt.system,
+            "input.id_column": self.input.id_column,
+        }
+        for key, value in unused.items():
+            if value is not None:
+                raise ValueError(f"{key} has no meaning with input.format openai-batch; leave it out")
+        if self.long_document.on_too_long != "error":
+            raise ValueError("long_document.on_too_long must be error with input.format openai-batch")
+        return self
 
     @model_validator(mode="after")
     def _columns_are_listed(self) -> "Job":

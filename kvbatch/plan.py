@@ -172,7 +172,7 @@ class Planner:
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""
         layout = self._budget.layout
-        new_tokens = self._job.generation.max_new_tokens
+        new_tokens = prompt.sampling.get("max_new_tokens", self._job.generation.max_new_tokens)
         total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side

@@ -115,14 +115,14 @@ class JobRunner:
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
     ):
         from kvbatch.answers import answer_form
+        from kvbatch.chat_prompt import prompt_builder
         from kvbatch.model import open_model
-        from kvbatch.prompt import PromptBuilder
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         corpus.check()
         self.model = open_model(job.model, job.engine)
-        self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
+        self.builder = prompt_builder(self.model.tokenizer, job)
         context = self.model.config.max_context
         room = context - self.builder.num_static_tokens - job.generation.max_new_tokens
         if room < 1:

@@ -1,6 +1,6 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
@@ -84,7 +84,7 @@ class ShardLoop:
                 assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
                     "a prompt differs from its plan"
                 )
-                sampling = self._sampling(shard.rows[place]["row_id"])
+                sampling = self._sampling(shard.rows[place]["row_id"], prompt.sampling)
                 yield Request(
                     first + place,
                     prompt.token_ids,
@@ -94,8 +94,8 @@ class ShardLoop:
                     self._runner.answers and self._runner.answers.constraint,
                 )
 
-    def _sampling(self, row_id: str) -> SamplingParams:
-        values = self._job.generation.model_dump(exclude={"json_schema", "choices"})
+    def _sampling(self, row_id: str, own: Mapping[str, Any]) -> SamplingParams:
+        values = self._job.generation.model_dump(exclude={"json_schema", "choices"}) | dict(own)
         values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
         return SamplingParams(**values | {"seed": row_seed(self._job.generation.seed, row_id)})
 
