@@ -173,6 +173,57 @@ def report(context: click.Context, run_path: Path, as_json: bool) -> None:
     _guarded(context, command)
 
 
+@cli.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def diff(context: click.Context, run_a: Path, run_b: Path, as_json: bool) -> None:
+    """Compare RUN_A and RUN_B row by row: memory, speed, answers, quality."""
+
+    def command() -> int:
+        from kvbatch.diff import compare, render_diff
+        from kvbatch.manifest import open_run
+
+        found = compare(open_run(run_a), open_run(run_b))
+        click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_diff(found))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "openai-batch", "csv"]),
+    default="jsonl",
+    show_default=True,
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="A file, which appears when it is whole."
+)
+@click.pass_context
+def export(context: click.Context, run_path: Path, format_: str, output: Path | None) -> None:
+    """Write the rows of RUN in another format, to stdout or a file."""
+
+    def command() -> int:
+        from kvbatch.export import export_rows
+        from kvbatch.manifest import open_run
+        from kvbatch.writer import atomic_file
+
+        run = open_run(run_path)
+        if output:
+            with atomic_file(output) as stream:
+                export_rows(run, format_, stream)
+        else:
+            export_rows(run, format_, sys.stdout.buffer)
+        return 0
+
+    _guarded(context, command)
+
+
 def _rendered(run_path: Path) -> str:
     from kvbatch.report import load_summary, render
 
