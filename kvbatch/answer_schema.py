@@ -27,7 +27,8 @@ def check_schema(schema: dict[str, Any]) -> None:
     """
     import jsonschema
 
+    validator = jsonschema.validators.validator_for(schema)
     try:
-        jsonschema.validators.validator_for(schema).check_schema(schema)
+        validator.check_schema(schema, format_checker=validator.FORMAT_CHECKER)  # proves the patterns, too
     except jsonschema.SchemaError as error:
         raise ValueError(f"no JSON schema: {error.json_path}: {error.message}") from error

@@ -64,7 +64,7 @@ class AnswerForm:
             return _invalid(text, "is none of generation.choices")
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return _invalid(text, "is no whole JSON")
         import jsonschema
 

@@ -24,6 +24,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
+    "stop": ([],),
     "response_format": ({"type": "text"},),
 }
 

@@ -1,6 +1,7 @@
 """What the page shows, computed from a run's Parquet by polars. Ids appear here, texts of documents never do."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -20,7 +21,7 @@ def compute(run: RunDirectory) -> dict[str, Any]:
     """Return the figures of every part of the page; a part that a run has no data for is None."""
     names = ("status", "finish_reason", "error_code", "attempts", "prompt_tokens", "completion_tokens")
     rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s"))
-    plan = _read(run.path / "plan.parquet")
+    plan = _read(run.path / "plan.parquet", ["outcome", "prompt_tokens", "bin"])
     return {
         "timeline": _timeline(_read(run.steps)),
         "lengths": _lengths(plan),
@@ -32,8 +33,8 @@ def compute(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _read(path: Any) -> pl.DataFrame | None:
-    frame = pl.read_parquet(path) if path.exists() else None
+def _read(path: Path, columns: list[str] | None = None) -> pl.DataFrame | None:
+    frame = pl.read_parquet(path, columns=columns) if path.exists() else None
     return frame if frame is not None and len(frame) else None
 
 
@@ -104,7 +105,10 @@ def _kept(rows: pl.DataFrame) -> dict[str, list] | None:
 
 
 def _quality(quality: pl.DataFrame | None) -> dict[str, Any] | None:
-    """Summarise the rows that were compared with the full cache: each measure's mean and worst, and the rows."""
+    """Summarise the rows that were compared with the full cache: each measure's mean and worst, and the rows.
+
+    Of the columns row_id, prompt_tokens, nll_delta, kl, top1_agreement and first_divergence, those there are.
+    """
     if quality is None:
         return None
     worst = {"nll_delta": "max", "kl": "max", "top1_agreement": "min"}

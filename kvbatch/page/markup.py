@@ -78,7 +78,8 @@ def _tiles(s: dict[str, Any]) -> str:
     if s["kv_kept_ratio"] is not None:
         tiles.append(("KV bytes kept", f"{s['kv_kept_ratio']:.1%}", f"of {format_bytes(s['kv_full_bytes'])}"))
     if s.get("packing_efficiency"):
-        tiles.append(("packing", f"{s['packing_efficiency']:.1%}", f"{s['num_bins']:,} bins"))
+        bins = f"{s['num_bins']:,} bin{'' if s['num_bins'] == 1 else 's'}"
+        tiles.append(("packing", f"{s['packing_efficiency']:.1%}", bins))
     if s["truncated"]:
         tiles.append(("truncated", f"{s['truncated']:,}", f"{s['dropped_tokens']:,} tokens dropped"))
     cells = (

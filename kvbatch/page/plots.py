@@ -97,11 +97,9 @@ def draw_lengths(lengths: dict[str, Any]) -> str:
             _legend(top)
         for axes in below:
             axes.plot(
-                packed["prompt_tokens"], packed["bin"], "o", color=_ONE, ms=3.2, alpha=0.6, mew=0, gid="rows"
+                packed["prompt_tokens"], packed["bin"], "o", color=_ONE, ms=4, alpha=0.7, mew=0, gid="rows"
             )
-            axes.set(ylabel="bin")
-            axes.invert_yaxis()
-            axes.margins(y=0.15)
+            axes.set(ylabel="bin", ylim=(max(packed["bin"]) + 0.7, -0.7))
             _count_axis(axes.yaxis)
         last = [top, *below][-1]
         last.set(xlabel="prompt tokens")
@@ -119,7 +117,7 @@ def draw_packing(bins: dict[str, Any]) -> str:
         edges = [i - 0.5 for i in range(len(values) + 1)]
         axes.stairs(values, edges, fill=True, color=_ONE, alpha=0.8, gid="bins")
         axes.axhline(bins["mean_efficiency"], color=_TWO, linewidth=1.2, label="mean", gid="mean")
-        axes.set(xlabel="bin", ylim=(0, 1.02))
+        axes.set(xlabel="bin", xlim=(edges[0], edges[-1]), ylim=(0, 1.02))
         _share_axis(axes)
         _count_axis(axes.xaxis)
         _legend(axes)
@@ -133,7 +131,14 @@ def draw_kept(kept: dict[str, list]) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         axes.plot(
-            kept["prompt_tokens"], kept["kv_kept_ratio"], "o", color=_ONE, ms=4, alpha=0.6, mew=0, gid="rows"
+            kept["prompt_tokens"],
+            kept["kv_kept_ratio"],
+            "o",
+            color=_ONE,
+            ms=4.5,
+            alpha=0.7,
+            mew=0,
+            gid="rows",
         )
         axes.set(xlabel="prompt tokens", ylabel="bytes kept / full", ylim=(0, None), xlim=(0, None))
         _share_axis(axes)
@@ -165,7 +170,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _count_axis(axis: Any) -> None:
-    axis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 

@@ -70,6 +70,7 @@ def test_choices(job_file, temperature):
             "generation.json_schema: Unimplemented keys",
         ),
         ({"json_schema": {"type": "strin"}}, "no JSON schema"),
+        ({"json_schema": {"type": "string", "pattern": "(a"}}, "no JSON schema"),
         ({"json_schema": "nowhere.json"}, "nowhere.json: No such file"),
         ({"choices": ["a", "a"]}, "each choice stands once"),
         ({"choices": ["a"], "json_schema": {}}, "exclude each other"),

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -140,7 +140,7 @@ def test_a_run_without_answers_has_a_page_too(job_file):
     with pytest.raises(LimitExceeded):
         run_job(load_job(job_file([{"id": NASTY, "text": ""}])))
     page = Path("runs/test/latest/report.html")
-    assert "No steps were recorded" in page.read_text()
+    assert "No steps were recorded" in page.read_text() and escape(NASTY) in page.read_text()
 
 
 # --- in a browser
