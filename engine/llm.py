@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.constraint import constrain
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
@@ -188,6 +189,7 @@ class LLM:
         prefix = self.prefixes.get(tokens) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
+        sequence.constraint = sequence.request.constraint and sequence.request.constraint()
         if prefix:
             sequence.reuse(len(tokens))
         return True
@@ -227,6 +229,7 @@ class LLM:
         self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
+        logits = constrain(logits, [s.constraint for s in ready])
         if observe:
             for sequence, row in zip(ready, logits, strict=True):
                 observe(sequence.request.request_id, row)
@@ -242,6 +245,10 @@ class LLM:
                 sequence.finish_reason = finish_reason(
                     sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
                 )
+                if sequence.constraint:
+                    sequence.constraint.advance(token)
+                    if sequence.constraint.finished:
+                        sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 yield self._finish(sequence, now)
 

@@ -406,7 +406,11 @@ def tune(
 @click.option("--id", "id_column", metavar="COLUMN", help="Column of the row ids.")
 @click.option("--text", "text_column", metavar="COLUMN", help="Column of the texts, 'text' by default.")
 @click.option(
-    "--format", "format_", type=click.Choice(["auto", "jsonl", "parquet"]), default="auto", show_default=True
+    "--format",
+    "format_",
+    type=click.Choice(["auto", "jsonl", "parquet", "openai-batch"]),
+    default="auto",
+    show_default=True,
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, a summary last.")
 @click.pass_context
@@ -426,6 +430,21 @@ def inspect(
 
         spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
         return run_inspect(spec, as_json=as_json, out=sys.stdout, err=sys.stderr)
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.option("--markdown", "as_markdown", is_flag=True, help="The table of all keys instead.")
+@click.pass_context
+def schema(context: click.Context, as_markdown: bool) -> None:
+    """Print the JSON schema of job files, for editors to complete and check them by."""
+
+    def command() -> int:
+        from kvbatch.schema import json_schema, markdown
+
+        click.echo(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return 0
 
     _guarded(context, command)
 
@@ -452,7 +471,7 @@ def status(context: click.Context, run_path: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.pass_context
 def report(context: click.Context, run_path: Path, as_json: bool) -> None:
-    """Print the summary of RUN: runs/<job> for the latest run, or runs/<job>/<run id>."""
+    """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
 
     def command() -> int:
         if as_json:
@@ -460,7 +479,64 @@ def report(context: click.Context, run_path: Path, as_json: bool) -> None:
 
             click.echo(json.dumps(load_summary(run_path), ensure_ascii=False))
         else:
-            click.echo(_rendered(run_path))
+            from kvbatch.manifest import open_run
+            from kvbatch.page import write_page
+
+            try:
+                write_page(open_run(run_path))
+            finally:  # the summary can be told of a run whose directory cannot be written
+                click.echo(_rendered(run_path))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_context
+def diff(context: click.Context, run_a: Path, run_b: Path, as_json: bool) -> None:
+    """Compare RUN_A and RUN_B row by row: memory, speed, answers, quality."""
+
+    def command() -> int:
+        from kvbatch.diff import compare, render_diff
+        from kvbatch.manifest import open_run
+
+        found = compare(open_run(run_a), open_run(run_b))
+        click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_diff(found))
+        return 0
+
+    _guarded(context, command)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "openai-batch", "csv"]),
+    default="jsonl",
+    show_default=True,
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="A file, which appears when it is whole."
+)
+@click.pass_context
+def export(context: click.Context, run_path: Path, format_: str, output: Path | None) -> None:
+    """Write the rows of RUN in another format, to stdout or a file."""
+
+    def command() -> int:
+        from kvbatch.export import export_rows
+        from kvbatch.manifest import open_run
+        from kvbatch.writer import atomic_file
+
+        run = open_run(run_path)
+        if output:
+            with atomic_file(output) as stream:
+                export_rows(run, format_, stream)
+        else:
+            export_rows(run, format_, sys.stdout.buffer)
         return 0
 
     _guarded(context, command)

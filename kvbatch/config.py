@@ -13,9 +13,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvbatch.errors import JobFileError
+from kvbatch.extends import read_job_source
 from kvbatch.job import Job
 from kvbatch.overrides import apply_overrides
-from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar, read_source
+from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -28,7 +29,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     Raises:
         JobFileError: The file, an override or a value is wrong; all mistakes are named at once.
     """
-    source = read_source(Path(path))
+    source = read_job_source(Path(path))
     apply_overrides(source, overrides)
     expand_environment(source)
     try:

@@ -91,6 +91,11 @@ class RunDirectory:
         return self.path / "stats" / "quality.parquet"
 
     @property
+    def page(self) -> Path:
+        """The report as a page; written at the end and by `kvbatch report`."""
+        return self.path / "report.html"
+
+    @property
     def log(self) -> Path:
         """Events, one JSON object a line."""
         return self.path / "logs" / "run.jsonl"

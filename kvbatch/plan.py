@@ -40,6 +40,7 @@ PLAN_SCHEMA = pa.schema(
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
         ("prompt_tokens", pa.int64()),
+        ("max_new_tokens", pa.int64()),
         ("dropped_tokens", pa.int64()),
         ("truncation_side", pa.string()),
         ("removed_chars", pa.int64()),
@@ -229,6 +230,7 @@ class Planner:
                             row["dropped_tokens"],
                             row["truncation_side"],
                             outcome,
+                            sampling={"max_new_tokens": row["max_new_tokens"]},
                         ),
                     )
             self._pack(rows)
@@ -272,7 +274,8 @@ class Planner:
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""
         layout = self._budget.layout
-        new_tokens = self._job.generation.max_new_tokens
+        new_tokens = prompt.sampling.get("max_new_tokens", self._job.generation.max_new_tokens)
+        row["max_new_tokens"] = new_tokens
         total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side

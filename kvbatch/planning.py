@@ -138,6 +138,8 @@ def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
 
 def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
     """Return the prompt tokens of rows by content, from the last plan and run whose prompts are made alike."""
+    if runner.job.input.format == "openai-batch":
+        return {}  # a row says more than its content: how long its answer may be
     wanted = _prompt_keys(runner.fingerprint.semantic)
     known: dict[str, int] = {}
     for path in (plan.path, Path(runner.job.output_dir) / "latest"):

@@ -7,7 +7,7 @@ placeholder is the same for every row, so its keys and values can be too.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from kvbatch.cleaning import clean
@@ -16,13 +16,13 @@ from kvbatch.job import LongDocumentSection, PromptSection
 from kvbatch.template import Piece, parse_template
 from kvbatch.tokens import PieceTokenizer
 
-Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt"]
+Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt", "bad_request"]
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
 REPEAT = "\n\nRepeat the previous text exactly:\n"
 
-_MARK = re.compile("\ue000kvb([0-9]+)\ue000")
+MARK = re.compile("\ue000kvb([0-9]+)\ue000")
 
 
 class PromptDocument(Protocol):
@@ -56,6 +56,7 @@ class Prompt:
     outcome: Outcome = "fits"
     message: str | None = None
     removed_chars: int = 0  # by which prompt.clean made the document shorter
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what the row sets for itself
 
     @property
     def runs(self) -> bool:
@@ -245,7 +246,7 @@ def _render_chat(tokenizer: Any, prompt: PromptSection) -> list[Piece]:
         raise JobFileError(
             f"the model's chat template refuses the prompt ({error}); {hint}set chat: false"
         ) from error
-    parts = _MARK.split(rendered)  # text, index, text, index, …, text
+    parts = MARK.split(rendered)  # text, index, text, index, …, text
     if [int(index) for index in parts[1::2]] != list(range(len(placeholders))):
         raise JobFileError(
             "the model's chat template does not keep the prompt in one piece; set prompt.chat: false"

@@ -224,6 +224,7 @@ def _request(runner: "JobRunner", document: "Document") -> "Request | None":
     prompt = runner.builder.build(document, room, job.long_document)
     if not prompt.runs:
         return None
-    sampling = sampling_params(job, runner.model.tokenizer, str(document.row_id))
+    sampling = sampling_params(job, runner.model.tokenizer, str(document.row_id), prompt.sampling)
     probe = tuple(runner.builder.probe_ids)
-    return Request(0, prompt.token_ids, sampling, prompt.prefix_tokens, probe)
+    constraint = runner.answers and runner.answers.constraint
+    return Request(0, prompt.token_ids, sampling, prompt.prefix_tokens, probe, constraint)

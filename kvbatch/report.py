@@ -59,7 +59,11 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
         "model": manifest["model"]["path"],
         "planned_rows": manifest.get("num_rows"),
     }
-    return head | figures | speed | measures | {"output": str(run.shards)}
+    return head | figures | speed | measures | _places(run)
+
+
+def _places(run: RunDirectory) -> dict[str, Any]:
+    return {"output": str(run.shards), "page": str(run.page) if run.page.exists() else None}
 
 
 def load_summary(path: Path) -> dict[str, Any]:
@@ -190,6 +194,8 @@ def render(summary: dict[str, Any]) -> str:
     if s["error_codes"]:
         lines.append(("failed by", _listed(s["error_codes"])))
     lines.append(("output", f"{s['output']}/part-*.parquet"))
+    if s["page"]:
+        lines.append(("page", s["page"]))
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 

@@ -194,15 +194,17 @@ class JobRunner:
     ):
         import torch
 
+        from kvbatch.answers import answer_form
+        from kvbatch.chat_prompt import prompt_builder
         from kvbatch.model import open_model
-        from kvbatch.prompt import PromptBuilder
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         corpus.check()
         self.model = open_model(job.model, job.engine)
-        self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
+        self.builder = prompt_builder(self.model.tokenizer, job)
         context = self.model.config.max_context
+        self.answers = answer_form(job.generation, self.model)
         check_room(job, self.builder, context)
         dtype = str(self.model.dtype).removeprefix("torch.")
         described = describe_run(job, corpus.files)
@@ -341,10 +343,22 @@ class JobRunner:
         if problem:
             summary |= {"status": "over_limits", "over_limits": problem}
         write_json(run.summary, summary)
+        self._write_page(run, log)
         if problem:
             raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
+
+    def _write_page(self, run: RunDirectory, log: RunLog) -> None:
+        """Write the report; a run whose rows are safe does not fail because of it."""
+        from kvbatch.page import write_page
+
+        try:
+            write_page(run)
+        except Exception as error:
+            text = f"report.html was not written, {type(error).__name__}: {error}"
+            log.event("warning", message=text)
+            self.progress.note(f"warning: {text}; kvbatch report {run.path} writes it again")
 
     def _guard(self, run: RunDirectory, log: RunLog) -> None:
         """Compare the compressed cache with the full one on sampled rows, once a run, and do what the job says.

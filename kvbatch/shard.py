@@ -14,10 +14,12 @@ from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
     from engine import Result
+    from kvbatch.answers import AnswerForm
     from kvbatch.corpus import Document
 
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),  # the same, proved to be of generation.json_schema
     pa.field("kvb_status", pa.string()),  # ok | rejected | error
     pa.field("kvb_finish_reason", pa.string()),  # stop | length | repetition | error
     pa.field("kvb_error_code", pa.string()),
@@ -67,6 +69,7 @@ class OpenShard:
         rows: the same rows in the plan.
         job_seed: what each row's seed is made from.
         common: output columns that all rows of the run share.
+        answers: the form that answers must have.
         finished: output columns by place in the window, of the rows that have run.
 
     Raises:
@@ -78,6 +81,7 @@ class OpenShard:
     rows: Sequence[dict[str, Any]]
     job_seed: int
     common: Mapping[str, Any]
+    answers: "AnswerForm | None" = None
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,6 +120,8 @@ class OpenShard:
         assert place not in self.finished, "a row ends once"
         gave_up = DEAD_LETTER in oom_steps
         columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
+        if self.answers and result.finish_reason != "error":
+            columns |= self.answers.judge(result.text)
         columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns

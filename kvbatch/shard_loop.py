@@ -1,7 +1,7 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
@@ -112,7 +112,15 @@ class ShardLoop:
                 self._runner.progress.advance(len(documents), 0)
                 continue
             finished = self._recovered.rows.pop(number, {})
-            shard = OpenShard(number, documents, planned, self._job.generation.seed, self._common, finished)
+            shard = OpenShard(
+                number,
+                documents,
+                planned,
+                self._job.generation.seed,
+                self._common,
+                self._runner.answers,
+                finished,
+            )
             self._carry_over(shard)
             self._open[number] = shard
             self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
@@ -146,13 +154,16 @@ class ShardLoop:
         )
         for place, prompt in zip(places, prompts, strict=True):
             assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
-            sampling = sampling_params(self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"])
+            sampling = sampling_params(
+                self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"], prompt.sampling
+            )
             yield Request(
                 first + place,
                 prompt.token_ids,
                 sampling,
                 prompt.prefix_tokens,
                 self._runner.builder.probe_ids,
+                self._runner.answers and self._runner.answers.constraint,
             )
 
     def _commit(self, shard: OpenShard) -> None:
@@ -181,12 +192,12 @@ def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Req
         yield request
 
 
-def sampling_params(job: Job, tokenizer: Any, row_id: str) -> SamplingParams:
-    """Return how one row is generated.
+def sampling_params(job: Job, tokenizer: Any, row_id: str, own: Mapping[str, Any]) -> SamplingParams:
+    """Return how one row is generated, `own` being what it sets for itself.
 
     The token that ends a turn, which is not always among those of generation_config.json, stops it as well.
     """
-    values = job.generation.model_dump()
+    values = job.generation.model_dump(exclude={"json_schema", "choices"}) | dict(own)
     if tokenizer.eos_token_id is not None and not job.generation.ignore_eos:
         values["stop_token_ids"] = (*values["stop_token_ids"], tokenizer.eos_token_id)
     return SamplingParams(**values | {"seed": row_seed(job.generation.seed, row_id)})

@@ -36,7 +36,7 @@ class Corpus:
 
     def __init__(self, spec: InputSpec):
         self.spec = spec
-        found = discover(spec.paths, spec.format)
+        found = discover(spec.paths, spec.file_format)
         self.files: tuple[SourceFile, ...] = tuple(found.files)
         self.warnings: list[str] = found.warnings  # for the user; a pass may add to it
         self._missing = tuple(found.problems)

@@ -13,11 +13,13 @@ from kvbatch.corpus.json_values import (
     BadRecord,
     find_field,
     has_lone_surrogate,
+    json_text,
     kind_name,
     parse_record,
     replace_lone_surrogates,
 )
 from kvbatch.corpus.lines import Line, iter_lines
+from kvbatch.corpus.openai_batch import check_request
 from kvbatch.corpus.spec import InputSpec
 from kvbatch.corpus.where import RowFilter
 from kvbatch.errors import InputError
@@ -169,8 +171,12 @@ class JsonlReader:
         if row.record is not None:
             _, id_value = find_field(row.record, self.spec.id_name)
             has_text, text = find_field(row.record, self.spec.text_name)
+            if self.spec.is_openai_batch and isinstance(text, dict):
+                text = json_text(text)
             row_id = id_from_json(id_value)
             error = error or self._judge(has_text, text)
+            if self.spec.is_openai_batch and error is None:
+                error = _request_problem(row.record, text)
             values = self._values(row.record)
             if row.may_hold_surrogates:
                 for what in ("text", text), ("id", row_id), ("passthrough columns", values.record):
@@ -209,3 +215,11 @@ class JsonlReader:
             return JsonRow({name: value for name, value in record.items() if name not in hidden})
         found = ((name, find_field(record, name)) for name in self.spec.passthrough)
         return JsonRow({name: value for name, (is_there, value) in found if is_there})
+
+
+def _request_problem(record: dict, text: str) -> BadRecord | None:
+    try:
+        check_request(record, text)
+    except BadRecord as error:
+        return error
+    return None

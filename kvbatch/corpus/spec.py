@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbatch.corpus import openai_batch
 from kvbatch.errors import JobFileError
 
 RESERVED_PREFIX = "kvb_"
-RESERVED_NAME = "output"
+RESERVED_NAMES = ("output", "output_json")
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class InputSpec:
 
     Args:
         paths: files, directories (read recursively) and glob patterns, in input order.
-        format: "auto" looks at the bytes; "jsonl" and "parquet" refuse anything else.
+        format: "auto" looks at the bytes; "jsonl" and "parquet" refuse anything else;
+            "openai-batch" is JSONL whose rows are requests (`kvbatch.corpus.openai_batch`).
         id_column: None takes "id" where a record has one and makes ids up where it has not.
         text_column: None means "text". A dotted path (`doc.body`) reaches into objects and structs;
             a column whose whole name holds the dot wins.
@@ -33,7 +35,7 @@ class InputSpec:
     """
 
     paths: tuple[str, ...]
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "openai-batch"] = "auto"
     id_column: str | None = None
     text_column: str | None = None
     passthrough: tuple[str, ...] | Literal["all"] = ()
@@ -46,8 +48,8 @@ class InputSpec:
     def __post_init__(self) -> None:
         if not self.paths:
             raise JobFileError("input.path is empty: name at least one file, directory or pattern")
-        if self.format not in ("auto", "jsonl", "parquet"):
-            raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl or parquet")
+        if self.format not in ("auto", "jsonl", "parquet", "openai-batch"):
+            raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl, parquet or openai-batch")
         if self.errors not in ("reject", "replace"):
             raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
         if self.on_bad_row not in ("reject", "fail"):
@@ -77,14 +79,24 @@ class InputSpec:
     @property
     def id_name(self) -> str:
         """The name of the id column, in the input and in the output."""
-        return self.id_column or "id"
+        return self.id_column or (openai_batch.ID_NAME if self.is_openai_batch else "id")
 
     @property
     def text_name(self) -> str:
         """The name or dotted path of the text column."""
-        return self.text_column or "text"
+        return openai_batch.TEXT_NAME if self.is_openai_batch else self.text_column or "text"
+
+    @property
+    def is_openai_batch(self) -> bool:
+        """Whether the rows are requests."""
+        return self.format == "openai-batch"
+
+    @property
+    def file_format(self) -> str:
+        """What the files themselves have to be: auto, jsonl or parquet."""
+        return "jsonl" if self.is_openai_batch else self.format
 
 
 def is_reserved(name: str, id_name: str) -> bool:
     """Tell whether an output column of this name exists already."""
-    return name in (RESERVED_NAME, id_name) or name.startswith(RESERVED_PREFIX)
+    return name in (*RESERVED_NAMES, id_name) or name.startswith(RESERVED_PREFIX)

@@ -18,17 +18,17 @@ def scalar_text(scalar: pa.Scalar) -> str:
     """Return a value as text; null is the empty string."""
     if not scalar.is_valid:
         return ""
-    plain = _plain(scalar)
+    plain = plain_value(scalar)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
-def _plain(scalar: pa.Scalar) -> object:
+def plain_value(scalar: pa.Scalar) -> object:
     """Return a value as what JSON can hold, with text for everything that JSON has no kind for."""
     if not scalar.is_valid:
         return None
     type_ = scalar.type
     if kind.is_dictionary(type_):
-        return _plain(scalar.value)  # the decoded value
+        return plain_value(scalar.value)  # the decoded value
     if kind.is_date(type_):
         return _date_text(scalar)
     if kind.is_timestamp(type_):
@@ -42,11 +42,11 @@ def _plain(scalar: pa.Scalar) -> object:
         sign = "-" if scalar.value < 0 else ""
         return f"{sign}PT{seconds}{_fraction(ticks, type_.unit)}S"
     if kind.is_struct(type_):
-        return {field.name: _plain(scalar[position]) for position, field in enumerate(type_)}
+        return {field.name: plain_value(scalar[position]) for position, field in enumerate(type_)}
     if kind.is_map(type_):
-        return {scalar_text(key): _plain(item) for key, item in _map_items(scalar)}
+        return {scalar_text(key): plain_value(item) for key, item in _map_items(scalar)}
     if kind.is_nested(type_):
-        return [_plain(item) for item in scalar.values]
+        return [plain_value(item) for item in scalar.values]
     if isinstance(scalar, pa.StringScalar | pa.LargeStringScalar):
         return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")  # Parquet does not promise UTF-8
     if kind.is_float16(type_) or kind.is_float32(type_):
