@@ -110,6 +110,26 @@ class Result:
     prefill_s: float
     decode_s: float
 
+    @classmethod
+    def failed(cls, request: Request, message: str) -> "Result":
+        """Return the result of a request that did not run."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            error_message=message,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=0,
+            cached_prompt_tokens=0,
+            num_chunks=0,
+            kv_full_bytes=0,
+            kv_kept_bytes=0,
+            kv_peak_bytes=0,
+            prefill_s=0.0,
+            decode_s=0.0,
+        )
+
 
 @dataclass(frozen=True)
 class EngineStats:

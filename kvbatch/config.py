@@ -1,13 +1,11 @@
-"""From a job file and its overrides to a `Job`, and from a `Job` to its fingerprint.
+"""From a job file and its overrides to a `Job`, and back.
 
 Every error names the file and line (or the -s argument), the key and the remedy.
 """
 
 import difflib
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -19,9 +17,6 @@ from kvbatch.extends import read_job_source
 from kvbatch.job import Job
 from kvbatch.overrides import apply_overrides
 from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar
-
-# what decides the output; engine and output decide where and how fast
-SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache")
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -46,14 +41,6 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         return _validate(source)
     except ValidationError as error:
         raise JobFileError(_explain(source, error)) from None
-
-
-def config_hash(job: Job) -> str:
-    """Return 12 hex digits over everything in the job that decides its output."""
-    data = job.model_dump(mode="json", include=set(SEMANTIC_SECTIONS))
-    data["cache"] = asdict(job.cache.policy)  # what a preset means, not its name
-    text = json.dumps(data, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def to_yaml(job: Job) -> str:

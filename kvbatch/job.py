@@ -8,10 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from engine.errors import BudgetError
 from engine.memory import parse_budget
 from kvbatch.answer_schema import check_schema, read_schema
+from kvbatch.cleaning import Cleaning
 from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
 _SCHEMA_OR_PATH = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 
 
@@ -42,6 +44,10 @@ class InputSection(Section):
     """A longer row is rejected, its neighbours run."""
     errors: Literal["reject", "replace"] = "reject"
     """What becomes of a row with bytes that are not UTF-8: rejected, or they are replaced by U+FFFD."""
+    on_bad_row: Literal["reject", "fail"] = "reject"
+    """What becomes of a row that cannot be read: rejected by name, or it ends the job before the model loads."""
+    incremental: bool = False
+    """Do the rows that are new or changed, and carry the others over from the last run."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -74,6 +80,8 @@ class PromptSection(Section):
     """System turn before it."""
     chat: Literal["auto"] | bool = "auto"
     """Put the prompt into the tokenizer's chat template; `auto` where it has one."""
+    clean: tuple[Cleaning, ...] = ()
+    """What is taken out of every document: `ansi`, `invisible`, `blobs`."""
 
     @field_validator("template", "system")
     @classmethod
@@ -81,6 +89,11 @@ class PromptSection(Section):
         if text is not None:
             check_template(text, num_texts=1 if info.field_name == "template" else 0)
         return text
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the prompt uses beside text and id."""
+        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template)))
 
 
 class GenerationSection(Section):
@@ -187,6 +200,10 @@ class CacheSection(Section):
     """Precision of tokens kept whole in a compressed cache."""
     compensate: bool | None = None
     """Let errors of quantised numbers make up for each other."""
+    two_axis: bool | None = None
+    """Quantised keys with a factor for each token besides one for each channel."""
+    overlap: bool | None = None
+    """Compress while the model reads on; by default on a GPU alone."""
 
     @model_validator(mode="after")
     def _is_a_policy(self) -> "CacheSection":
@@ -197,6 +214,19 @@ class CacheSection(Section):
     def policy(self) -> KVCacheConfig:
         """The whole policy."""
         return KVCacheConfig.from_dict(self.model_dump(exclude_none=True))
+
+
+class QualityGuardSection(Section):
+    """A check, before the job runs, of what its compressed cache costs on its own rows (`kvbatch.quality`)."""
+
+    sample: Count = 20
+    """Rows to compare, chosen by the job's seed."""
+    max_nll_delta: float | None = 0.03
+    """By how much less likely the full cache may hold an answer's tokens, in nats a token."""
+    min_top1_agreement: Ratio | None = None
+    """Of the first choices, token by token."""
+    action: Literal["warn", "fail", "fallback_full"] = "warn"
+    """Beyond a limit: `warn` and go on, `fail` with exit 65, or run with the full cache (`fallback_full`)."""
 
 
 class EngineSection(Section):
@@ -212,6 +242,8 @@ class EngineSection(Section):
     """Rows running at once."""
     threads: Count | None = None
     """CPU threads; torch's own choice by default."""
+    deterministic: bool = False
+    """The same bytes whatever else runs, and however often the run was interrupted."""
 
     @field_validator("memory_budget")
     @classmethod
@@ -223,6 +255,17 @@ class EngineSection(Section):
         return value
 
 
+class LimitsSection(Section):
+    """What is too much: the outputs stay, but the run does not count as a success (exit 65)."""
+
+    max_error_ratio: Ratio | None = None
+    """Rows without an answer, rejected ones too; by default not all of them."""
+    max_truncated_ratio: Ratio | None = None
+    """Rows whose document was cut to fit."""
+    row_retries: Annotated[int, Field(ge=0)] = 1
+    """Times a row that failed in the engine is tried again."""
+
+
 class OutputSection(Section):
     """Where the run directory goes."""
 
@@ -230,6 +273,8 @@ class OutputSection(Section):
     """Directory of the job's runs; by default `runs/<name>`."""
     shard_rows: Count = 512
     """Input rows of one output file; also the rows packed together."""
+    metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
+    """Prometheus textfile of the last run."""
 
 
 class Job(Section):
@@ -245,7 +290,9 @@ class Job(Section):
     generation: GenerationSection = GenerationSection()
     long_document: LongDocumentSection = LongDocumentSection()
     cache: CacheSection = CacheSection()
+    quality_guard: QualityGuardSection | None = None
     engine: EngineSection = EngineSection()
+    limits: LimitsSection = LimitsSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")

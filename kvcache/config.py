@@ -45,6 +45,9 @@ class KVCacheConfig:
         whole_dtype: of tokens kept whole in a compressed cache: `model` or `bfloat16`.
         compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`kvcache.compensation`); otherwise each number is rounded for itself.
+        two_axis: quantised keys also carry one factor per token, which evens out tokens as scales even out channels.
+        overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its arena for
+            one chunk longer, so what is generated may differ. None: where the device has a stream to spare, on a GPU.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:
@@ -68,6 +71,8 @@ class KVCacheConfig:
     streaming: bool = True
     whole_dtype: Literal["model", "bfloat16"] = "model"
     compensate: bool = True
+    two_axis: bool = False
+    overlap: bool | None = None
     page_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -221,7 +226,8 @@ PRESETS = {
     "none": KVCacheConfig(),
     "dialogue": _preset(keep_ratio=0.5, quant_bits=8, delay=4),
     "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=4, recent_tokens=96),
-    "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4),
+    # with so few places, what the question looks at must win them in any lane
+    "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4, budget="global"),
     # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens
     "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))),
     "aggressive": _preset(keep_ratio=0.44, quant_bits=4, delay=4),

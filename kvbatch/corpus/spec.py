@@ -25,7 +25,10 @@ class InputSpec:
         where: a polars SQL condition; rows that it does not select are not rows of the job.
         limit: only the first rows that `where` selects.
         max_row_bytes: a longer JSON line, or a longer Parquet text, is rejected.
-        errors: what to do with bytes that are not UTF-8: "reject" the row, or "replace" them by U+FFFD.
+        errors: what to do with bytes that are not UTF-8 and with lone surrogates: "reject" the row, or "replace"
+            them by U+FFFD.
+        on_bad_row: "reject" keeps a row that cannot be used in its place, without an answer; "fail" stops at the
+            first one.
 
     Raises:
         JobFileError: a value is out of range, or a passthrough column would hide an output column.
@@ -40,6 +43,7 @@ class InputSpec:
     limit: int | None = None
     max_row_bytes: int = 1 << 30
     errors: Literal["reject", "replace"] = "reject"
+    on_bad_row: Literal["reject", "fail"] = "reject"
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -48,6 +52,8 @@ class InputSpec:
             raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl, parquet or openai-batch")
         if self.errors not in ("reject", "replace"):
             raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
+        if self.on_bad_row not in ("reject", "fail"):
+            raise JobFileError(f"input.on_bad_row is {self.on_bad_row!r}: use reject or fail")
         if self.limit is not None and self.limit < 0:
             raise JobFileError(f"input.limit is {self.limit}: use 0 or more")
         if self.max_row_bytes < 1:
