@@ -304,6 +304,7 @@ class Job(Section):
         unused = {
             "prompt.template": self.prompt.template,
             "prompt.system": self.prompt.system,
+            "prompt.chat": None if self.prompt.chat == "auto" else self.prompt.chat,
             "input.id_column": self.input.id_column,
         }
         for key, value in unused.items():
