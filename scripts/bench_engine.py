@@ -133,9 +133,9 @@ def result_line(name: str, prompts: Prompts, measured: Measured) -> str:
     return f"RESULT {name} {json.dumps(facts | measured.facts)}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
-    args = _arguments()
+    args = _arguments(argv)
     if args.threads:
         import torch
 
@@ -149,7 +149,7 @@ def main() -> None:
         args.out.write_text(json.dumps(measured.token_ids), encoding="utf-8")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
     p.add_argument("--prompts", type=Path, required=True, help="JSON file of prompts")
@@ -171,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
     p.add_argument("--out", type=Path, help="write the generated token ids here")
-    return p.parse_args()
+    return p.parse_args(argv)
 
 
 def _name(dtype: Any) -> str:
