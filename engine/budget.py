@@ -94,7 +94,7 @@ def divide_budget(
     )
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
     workspace_bytes = workspace_tokens * token_bytes + max_sequences * 4 * model.vocab_size
-    overlaps = overlaps_compression(config, device)
+    overlaps = overlaps_compression(config.cache, device)
     if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:
         raise BudgetError(
             f"scorer {config.cache.scorer} judges whole chunks of {config.cache.chunk_size} tokens, but a step has "

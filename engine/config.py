@@ -18,8 +18,6 @@ class EngineConfig:
         repeat_token_ids: what asks the model to repeat the text before it, for scorers that have it reconstructed.
         calibration_token_ids: what the model is calibrated on, for budget `calibrated` (`engine.calibration`); empty:
             random tokens.
-        overlap_compression: compress chunks of a prompt while the model goes on with the next (`engine.overlap`);
-            each lies whole in its arena for one chunk longer, so what is generated may differ. None: on a GPU.
         attention: name of the attention backend, or None for the device's own.
 
     Raises:
@@ -33,7 +31,6 @@ class EngineConfig:
     cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     repeat_token_ids: tuple[int, ...] = ()
     calibration_token_ids: tuple[int, ...] = ()
-    overlap_compression: bool | None = None
     attention: str | None = None
 
     def __post_init__(self) -> None:

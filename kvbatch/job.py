@@ -108,6 +108,8 @@ class CacheSection(Section):
     streaming: bool | None = None  # false: judge once, at the end of the prompt
     whole_dtype: Literal["model", "bfloat16"] | None = None
     compensate: bool | None = None  # let errors of quantised numbers make up for each other
+    two_axis: bool | None = None  # quantised keys with a factor for each token besides one for each channel
+    overlap: bool | None = None  # compress while the model reads on; by default on a GPU alone
 
     @model_validator(mode="after")
     def _is_a_policy(self) -> "CacheSection":

@@ -52,7 +52,14 @@ class CompressedLayout:
         return tuple(
             self.whole
             if tier.key_bits == 16
-            else PageFormat(tier.key_bits, tier.value_bits, TIER_PAGE_TOKENS, self.head_dim, self.whole_bytes)
+            else PageFormat(
+                tier.key_bits,
+                tier.value_bits,
+                TIER_PAGE_TOKENS,
+                self.head_dim,
+                self.whole_bytes,
+                self.config.two_axis,
+            )
             for tier in self.config.resolved_tiers
         )
 

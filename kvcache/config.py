@@ -45,6 +45,9 @@ class KVCacheConfig:
         whole_dtype: of tokens kept whole in a compressed cache: `model` or `bfloat16`.
         compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`kvcache.compensation`); otherwise each number is rounded for itself.
+        two_axis: quantised keys also carry one factor per token, which evens out tokens as scales even out channels.
+        overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its arena for
+            one chunk longer, so what is generated may differ. None: where the device has a stream to spare, on a GPU.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:
@@ -68,6 +71,8 @@ class KVCacheConfig:
     streaming: bool = True
     whole_dtype: Literal["model", "bfloat16"] = "model"
     compensate: bool = True
+    two_axis: bool = False
+    overlap: bool | None = None
     page_tokens: int = 64
 
     def __post_init__(self) -> None:

@@ -51,8 +51,9 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         memory_budget_bytes=resolve_budget(args.memory, device),
         step_tokens=args.step_tokens,
         max_sequences=args.max_sequences,
-        cache=KVCacheConfig.preset(args.preset),
-        overlap_compression={"auto": None, "on": True, "off": False}[args.overlap],
+        cache=KVCacheConfig.preset(
+            args.preset, overlap={"auto": None, "on": True, "off": False}[args.overlap]
+        ),
     )
     sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]

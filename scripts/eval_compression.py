@@ -96,9 +96,9 @@ def make_cases(kind: str, path: str, tokenizer, args: argparse.Namespace) -> lis
             for n, c in zip(names, codes, strict=True)
         ]
         cases.append(Case(kind, context, ids[len(body) : len(body) + args.continuation], questions))
-        if len(cases) == args.docs:
+        if len(cases) == args.skip + args.docs:
             break
-    return cases
+    return cases[args.skip :]
 
 
 class Reader:
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--presets", default="default,aggressive,logs,extract")
     parser.add_argument("--set", action="append", default=[], metavar="NAME={json of KVCacheConfig changes}")
     parser.add_argument("--docs", type=int, default=12, help="documents of each kind")
+    parser.add_argument("--skip", type=int, default=0, help="documents of each kind left out before these")
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--continuation", type=int, default=200)
     parser.add_argument("--step-tokens", type=int, default=1024)
@@ -200,6 +201,8 @@ def main() -> None:
         name, _, changes = item.partition("=")
         policies[name] = KVCacheConfig.from_dict(json.loads(changes))
     cases = [c for item in args.data for c in make_cases(*item.split("=", 1), tokenizer, args)]
+    if not cases:
+        parser.error(f"no document has {args.context + args.continuation:,} tokens")
     full = Reader(model, tokenizer, KVCacheConfig(), args)
     references = [measure(full, case, False, None) for case in tqdm(cases, desc="full")]
     bf16_ratio = 2 / model.dtype.itemsize  # the full cache in bf16, whatever the model runs in

@@ -54,7 +54,7 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
         (KVCacheConfig("sparse", chunk_size=32, recent_tokens=32, delay=2, warmup_tokens=4), 130, {}),
         (KVCacheConfig("sparse", delay=0, chunk_size=64, budget="uniform"), 64, {"step_tokens": 50}),
         (KVCacheConfig("sparse", tiers=(Tier(0.5, 16, 16),) * 2, scorer="kvzip", chunk_size=64), 130, {}),
-        (KVCacheConfig("sparse", chunk_size=64), 130, {"overlap_compression": True}),
+        (KVCacheConfig("sparse", chunk_size=64, overlap=True), 130, {}),
     ],
 )
 def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, shared, changes):
@@ -73,12 +73,13 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     [
         (PLAIN, {}),
         (replace(PLAIN, tail_tokens=0), {}),
-        (PLAIN, {"overlap_compression": True}),
+        (replace(PLAIN, overlap=True), {}),
         (replace(PLAIN, budget="global"), {}),
-        (replace(PLAIN, scorer="kvzip"), {"overlap_compression": True}),
+        (replace(PLAIN, two_axis=True), {}),
+        (replace(PLAIN, scorer="kvzip", overlap=True), {}),
         (replace(PLAIN, scorer="kvzip", streaming=False), {}),
     ],
-    ids=["attention_max", "no-tail", "overlapped", "global", "kvzip", "kvzip-at-the-end"],
+    ids=["attention_max", "no-tail", "overlapped", "global", "two-axis", "kvzip", "kvzip-at-the-end"],
 )
 def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, cache, changes):
     changes = {**changes, "repeat_token_ids": REPEAT}
