@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 REST = "other"
-_PREFILL, _DECODE = ("prefill_attention", "prefill_attention_pool"), ("decode_attention", "decode_attention_pool")
+_PREFILL, _DECODE = (
+    ("prefill_attention", "prefill_attention_pool"),
+    ("decode_attention", "decode_attention_pool"),
+)
 _KERNELS = ("kvcache.kernels.cpu.ops", "kvcache.kernels.torch_twin")
 
 # What belongs to a part, as module:name. "()" behind it: the function returns one that belongs to the part as well.
@@ -31,12 +34,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tokenising": ("kvbatch.prompt:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
     "planning": ("kvbatch.plan:Planner.write",),
     "loading": ("kvbatch.model:ModelHandle.load", "engine.cache.registry:make_cache"),
-    "GEMM": ("engine.models.decoder:Decoder._project", "engine.models.decoder:_add_projected"),
+    "GEMM": ("engine.models.decoder:Decoder._project", "engine.models.decoder:Decoder._add_projected"),
     "vocabulary": ("engine.models.decoder:Decoder.logits",),
     "elementwise": ("engine.models.decoder:Decoder.forward",),
     "attention, prefill": tuple(f"{module}:{name}" for module in _KERNELS for name in _PREFILL),
     "attention, decode": tuple(f"{module}:{name}" for module in _KERNELS for name in _DECODE),
-    "around attention": ("engine.cache.full:FullCache.attend()", "engine.cache.compressed:CompressedBackend.attend()"),
+    "around attention": (
+        "engine.cache.full:FullCache.attend()",
+        "engine.cache.compressed:CompressedBackend.attend()",
+    ),
     "compression": (
         "engine.cache.full:FullCache.advance",
         "engine.cache.compressed:CompressedBackend.advance",
@@ -153,7 +159,9 @@ def main() -> None:
     job = kinds.add_parser("job", help="a job file")
     job.add_argument("job_file", type=Path)
     job.add_argument("-s", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    kinds.add_parser("prompts", help="prompts through the engine; arguments of bench_engine.py", add_help=False)
+    kinds.add_parser(
+        "prompts", help="prompts through the engine; arguments of bench_engine.py", add_help=False
+    )
     args, rest = p.parse_known_args()
     if args.kind == "job":
         from kvbatch.config import load_job

@@ -1,7 +1,7 @@
 // Products of int8 rows with int8 weights, summed exactly in int32. Flat C functions for ctypes; checks are in ops.py.
 //
 // The weights lie in panels of PANEL output columns; a panel holds, for every four inputs, four numbers of each column
-// (`kvb_pack_int8`). The sums of a tile of rows and a panel's columns stay in registers over all inputs.
+// (engine/native/int8.py). The sums of a tile of rows and a panel's columns stay in registers over all inputs.
 #include <vector>
 
 #include "elements.h"
@@ -149,15 +149,6 @@ void product(const int8_t* codes, const float* scales, const int8_t* panels, con
 extern "C" {
 
 int kvb_int8_panel() { return PANEL; }
-
-// weights [width, depth] -> panels [ceil(width / PANEL), depth / 4, PANEL, 4]; columns beyond the width are zero.
-void kvb_pack_int8(const int8_t* weights, int64_t width, int depth, int8_t* panels) {
-  for (int64_t column = 0; column < (width + PANEL - 1) / PANEL * PANEL; column++) {
-    int8_t* to = panels + column / PANEL * PANEL * depth + column % PANEL * 4;
-    for (int k = 0; k < depth; k += 4, to += 4 * PANEL)
-      column < width ? memcpy(to, weights + column * depth + k, 4) : memset(to, 0, 4);
-  }
-}
 
 void kvb_int8_product(int is_bf16, const int8_t* codes, const float* scales, const int8_t* panels,
                       const float* weight_scales, const int32_t* starts, const float* bias, int64_t num_rows,

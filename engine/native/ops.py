@@ -8,7 +8,6 @@ import functools
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native.int8 import Int8Rows, Int8Weight
@@ -23,7 +22,6 @@ _SIGNATURES = {
     "kvb_silu_mul": "iplipppi",
     "kvb_quantise_rows": "iplippi",
     "kvb_rotate": "iplliiippppfii",
-    "kvb_pack_int8": "plip",
     "kvb_int8_product": "ippppppliipii",
 }
 
@@ -115,16 +113,9 @@ def rotate(
         qk.copy_(qk @ turn.to(qk.dtype))
 
 
-def pack_int8(codes: Tensor, scales: Tensor) -> Int8Weight:
-    """See `torch_twin.pack_int8`."""
-    _check(codes, (torch.int8,))
-    width, depth = codes.shape
-    assert depth % 8 == 0 and width % 8 == 0 and scales.shape == (width,)
-    padding = -width % library().kvb_int8_panel()
-    panels = torch.empty((width + padding) * depth, dtype=torch.int8)
-    library().kvb_pack_int8(_at(codes), width, depth, _at(panels))
-    starts = codes.sum(1, dtype=torch.int32) * -128
-    return Int8Weight(panels, F.pad(scales, (0, padding)), F.pad(starts, (0, padding)), width, depth)
+def int8_panel() -> int:
+    """See `torch_twin.int8_panel`."""
+    return library().kvb_int8_panel()
 
 
 def int8_product(
@@ -133,6 +124,7 @@ def int8_product(
     """See `torch_twin.int8_product`."""
     num_rows = len(x.codes)
     _check(out, _DTYPES)
+    assert weight.codes.shape[2] == int8_panel() and weight.width % 8 == 0
     assert x.codes.shape == (num_rows, weight.depth) and out.shape == (num_rows, weight.width)
     if bias is not None:
         _check(bias, (torch.float32,))

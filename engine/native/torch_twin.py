@@ -9,6 +9,8 @@ from torch import Tensor
 
 from engine.native.int8 import Int8Rows, Int8Weight
 
+_EXACT_DEPTH = 1024  # sums of so many products of int8 are integers that float32 holds exactly
+
 
 def rms_norm(
     x: Tensor,  # [T, W]
@@ -60,12 +62,9 @@ def rotate(
         part.copy_(x if turn is None else x @ turn)
 
 
-def pack_int8(
-    codes: Tensor,  # int8 [width, depth]
-    scales: Tensor,  # float32 [width]
-) -> Int8Weight:
-    """Return weights for `int8_product`."""
-    return Int8Weight(codes, scales, codes.sum(1, dtype=torch.int32) * -128, *codes.shape)
+def int8_panel() -> int:
+    """Return how many outputs of a weight are computed side by side; here it does not matter."""
+    return 8
 
 
 def int8_product(
@@ -77,9 +76,12 @@ def int8_product(
     adds: bool = False,
 ) -> None:
     """Multiply, exactly in int32, then by both scales; or add to what is in `out`."""
-    # Sums of a few thousand products of int8 are beyond float32's 24 bits, not beyond float64's 53.
-    sums = (x.codes.double() @ weight.codes.double().T).float()
-    product = sums * weight.scales * x.scales[:, None]
+    codes = weight.unpacked()
+    sums = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
+    for start in range(0, weight.depth, _EXACT_DEPTH):
+        part = slice(start, start + _EXACT_DEPTH)
+        sums += (x.codes[:, part].float() @ codes[:, part].float().T).to(torch.int32)
+    product = sums.float() * weight.scales[: weight.width] * x.scales[:, None]
     if bias is not None:
         product += bias
     out.copy_(out.float() + product if adds else product)

@@ -76,7 +76,9 @@ def compile_and_load(
     flags = ["-std=c++17", "-O3", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     # psabi: a note about vectors as arguments, which matters between libraries only.
     flags += ["-Wno-psabi", *extra_flags]
-    name = _digest(version, " ".join([*compiler, *flags]), _cpu(), *(path.read_text() for path in _sources(sources)))
+    name = _digest(
+        version, " ".join([*compiler, *flags]), _cpu(), *(path.read_text() for path in _sources(sources))
+    )
     path = folder / f"{name}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
