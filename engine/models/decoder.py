@@ -158,7 +158,7 @@ class Decoder:
         if isinstance(weight, Int8Weight):
             if isinstance(x, Tensor):
                 x, dense = self._rows("attended", projection, len(x)), x
-                self._kernels.quantise_rows(dense, x)
+                self._kernels.quantise_rows(dense.contiguous(), x)
             self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
             return
         residual.addmm_(x, weight.t())
