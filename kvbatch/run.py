@@ -230,6 +230,7 @@ class JobRunner:
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
                 "dtype": dtype,
+                "weight_quant": job.model.weight_quant,
                 "max_context": context,
             },
             "device": self.model.device,
