@@ -23,7 +23,7 @@ class CPUAttention:
         kernels = compiled_kernels(q.shape[2])
         if kernels is None:
             return attend_apart(layer, q, k, v, cache)
-        out, lse = kernels.prefill_attention_pool(
+        return kernels.prefill_attention_pool(
             q,
             cache.pool.keys,
             cache.pool.values,
@@ -32,7 +32,6 @@ class CPUAttention:
             scale=q.shape[2] ** -0.5,
             num_threads=torch.get_num_threads(),
         )
-        return out.to(q.dtype), lse
 
     def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.decode`."""
