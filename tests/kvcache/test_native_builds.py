@@ -11,7 +11,9 @@ import pytest
 from kvcache.kernels.cpu import build
 from tests.kvcache.kernel_builds import ON_X86, needs_compiler
 
-ZEN4 = "-march=znver3 -mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16"  # older compilers lack its name
+ZEN4 = (
+    "-march=znver3 -mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16"  # older compilers lack its name
+)
 
 
 def last_line(*command: str) -> str:
@@ -25,7 +27,15 @@ def test_pairs_are_multiplied_in_registers(march, tmp_path):
     """24 products of a step want all their operands in registers; anything on the stack would cost more than them."""
     compiler, source = build.find_compiler(), Path(build.__file__).with_name("prefill.cpp")
     listing = tmp_path / "prefill.s"
-    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wno-psabi", *march.split()]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fPIC",
+        "-Wno-psabi",
+        *march.split(),
+    ]
     made = subprocess.run(
         [*compiler, *flags, "-S", source, "-o", listing], capture_output=True, text=True, check=False
     )

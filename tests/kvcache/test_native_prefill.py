@@ -71,7 +71,9 @@ def test_a_chunk_sees_pages_as_the_twin_does(build_name, data):
         assert_close(actual[1], expected[1], tolerance(q.dtype))
         for num_threads in (2, 5):
             again = ops.prefill_attention_pool(q, *arguments, scale=dim**-0.5, num_threads=num_threads)
-            assert torch.equal(again[0], out) and torch.equal(again[1], actual[1]), "threads changed the result"
+            assert torch.equal(again[0], out) and torch.equal(again[1], actual[1]), (
+                "threads changed the result"
+            )
 
 
 @needs_compiler
