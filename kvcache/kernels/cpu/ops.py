@@ -5,6 +5,7 @@ is there.
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -291,8 +292,9 @@ def _table(table: PageTable) -> tuple:
     )
 
 
+@functools.cache
 def _formats(formats: tuple[PageFormat, ...]) -> ctypes.Array:
-    """Return the formats as C structs of int32 (`Format` in attend.h); -1 where a section is missing."""
+    """Return the formats as C structs of int32 (`Format` in page.h); -1 where a section is missing."""
     fields = []
     for kind in formats:
         scaled = (kind.key_scale_offset, kind.key_min_offset, kind.value_scale_offset, kind.value_min_offset)

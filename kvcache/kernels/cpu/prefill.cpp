@@ -26,7 +26,7 @@ struct Work {
     int64_t left = (int64_t)queries.panels() * lanes.size();
     for (size_t lane = 0; lane < lanes.size(); lane++)
       for (int end = queries.panels(); end > 0;) {
-        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (4 * threads), 1, UNIT_PANELS));
+        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (2 * threads), 1, UNIT_PANELS));
         end -= count, left -= count;
         units.push_back({(int)lane, end, count});
       }
