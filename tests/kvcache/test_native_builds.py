@@ -51,6 +51,7 @@ def test_pairs_are_multiplied_in_registers(march, tmp_path):
         assert "(%rsp" not in body and "(%rbp" not in body
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_address_sanitizer_finds_nothing():
     """All kernel tests once more, in a process of its own, which the sanitizer wants to be loaded into first."""

@@ -1,5 +1,5 @@
-// Tiles of matrix products that fill all registers: of floats, and of bfloat16 numbers in pairs, which the CPUs that have
-// the instruction multiply at two to four times the rate of floats. Sums are floats in both.
+// Tiles of matrix products that fill all registers: of floats, and of bfloat16 numbers in pairs, which CPUs that have the
+// instruction multiply at two to four times the rate of floats. Sums are floats in both.
 #pragma once
 #include "wide.h"
 
@@ -97,8 +97,9 @@ struct Pairs {
 };
 #endif
 
-// c[i] = sum over k < depth of a[i * row_step + k * step] * b[k]; b and c are rows of PANEL, k counts elements. If ADD, c[i]
-// before is added, else the product's largest number in each column raises `largest` [PANEL], while it is in registers.
+// c[i] = sum over k < depth of a[i * row_step + k * step] * b[k]; b and c are rows of PANEL, k counts elements. If ADD,
+// c[i] before is added, else the product's largest number in each column raises `largest` [PANEL], while it is still in
+// registers.
 //
 // Not inlined: the loop needs all registers, and its caller's numbers would push some of them out.
 template <class Kind, int ROWS, bool ADD>
