@@ -57,6 +57,7 @@ def _path(runner: "JobRunner") -> Path:
     what = {
         "model": runner.model.revision,
         "dtype": str(runner.model.dtype),
+        "weight_quant": runner.job.model.weight_quant,
         "device": runner.model.device,
         "machine": f"{platform.node()} {platform.processor()} {platform.machine()}",
         "threads": torch.get_num_threads(),
