@@ -55,6 +55,10 @@ class ChatPromptBuilder:
 
         return self._tokens.markup(calibration_text())
 
+    def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
+        """Build the prompt of one row; see `build_batch`."""
+        return self.build_batch([document], max_prompt_tokens, policy)[0]
+
     def build_batch(
         self, documents: Sequence[PromptDocument], max_prompt_tokens: int, policy: LongDocumentSection
     ) -> list[Prompt]:

@@ -95,7 +95,7 @@ class PromptSection(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that the prompt uses beside text and id."""
-        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template)))
+        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template or "")))
 
 
 class GenerationSection(Section):
@@ -304,13 +304,12 @@ class Job(Section):
                 raise ValueError("prompt.template is missing; add what is asked of every document")
             return self
         unused = {
-            "prompt.template": self.prompt.template,
-            "prompt.system": self.prompt.system,
-            "prompt.chat": None if self.prompt.chat == "auto" else self.prompt.chat,
-            "input.id_column": self.input.id_column,
+            "prompt": self.prompt != PromptSection(),
+            "input.id_column": self.input.id_column is not None,
+            "input.text_column": self.input.text_column != InputSection.model_fields["text_column"].default,
         }
-        for key, value in unused.items():
-            if value is not None:
+        for key, is_set in unused.items():
+            if is_set:
                 raise ValueError(f"{key} has no meaning with input.format openai-batch; leave it out")
         if self.long_document.on_too_long != "error":
             raise ValueError("long_document.on_too_long must be error with input.format openai-batch")

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvbatch import extends
+from kvbatch.config import section_model
 from kvbatch.job import Job
 
 _MARKS = ("<!-- keys: kvbatch schema --markdown -->", "<!-- end of keys -->")
@@ -24,14 +25,8 @@ def json_schema() -> dict[str, Any]:
         "properties"
     )
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "kvbatch job file"}
-    return (
-        head
-        | schema
-        | {
-            "properties": properties,
-            "anyOf": [{"required": needed}, {"required": [extends.KEY]}],
-        }
-    )
+    needs = {"anyOf": [{"required": needed}, {"required": [extends.KEY]}]}
+    return head | schema | {"properties": properties} | needs
 
 
 def markdown() -> str:
@@ -49,19 +44,17 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, dict[str, 
     """Yield every key with its part of the JSON schema, and whether it has to be there."""
     schema = model.model_json_schema()
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        if section := section_model(field.annotation):
+            yield from _keys(section, f"{prefix}{name}.")
         else:
             yield prefix + name, schema["properties"][name], field.is_required()
 
 
 def _shown_default(spec: dict[str, Any]) -> str:
     default = spec.get("default")
-    return (
-        ""
-        if default is None or default == []
-        else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-    )
+    if default is None or default == []:
+        return ""
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 def _values(spec: dict[str, Any]) -> str:

@@ -102,9 +102,9 @@ def _rows(corpus) -> Iterator[Finding]:
 
 
 def _model(job: Job) -> Iterator[Finding]:
+    from kvbatch.chat_prompt import prompt_builder
     from kvbatch.model import open_model, resolve_device
     from kvbatch.model_source import ModelAbsent
-    from kvbatch.prompt import PromptBuilder
     from kvbatch.run import check_room, plan_memory
 
     try:
@@ -119,7 +119,7 @@ def _model(job: Job) -> Iterator[Finding]:
     text = f"{job.model.path}: {model.config.architecture}, context {model.config.max_context:,}"
     yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
     try:
-        builder = PromptBuilder(model.tokenizer, job.prompt)
+        builder = prompt_builder(model.tokenizer, job)
         check_room(job, builder, model.config.max_context)
         yield Finding("prompt", "ok", f"{builder.num_static_tokens:,} tokens beside the document")
     except KvbatchError as error:

@@ -14,6 +14,7 @@ NUM_CLASSES = 24  # of lengths
 MAX_POINTS = 1500  # a plot with more points is slow to open and shows no more
 MAX_IDS = 20
 NUM_SLOWEST = 10
+WORST_QUALITY = {"nll_delta": "max", "kl": "max", "top1_agreement": "min"}
 _NICE = (1, 2, 2.5, 5, 10)
 
 
@@ -27,7 +28,7 @@ def compute(run: RunDirectory) -> dict[str, Any]:
         "lengths": _lengths(plan),
         "bins": _bins(_read(run.path / "stats" / "bins.parquet")),
         "kept": _kept(rows),
-        "quality": _quality(_read(run.path / "stats" / "quality.parquet")),
+        "quality": _quality(_read(run.quality)),
         "errors": _errors(rows),
         "slowest": _slowest(rows),
     }
@@ -105,26 +106,17 @@ def _kept(rows: pl.DataFrame) -> dict[str, list] | None:
 
 
 def _quality(quality: pl.DataFrame | None) -> dict[str, Any] | None:
-    """Summarise the rows that were compared with the full cache: each measure's mean and worst, and the rows.
-
-    Of the columns row_id, prompt_tokens, nll_delta, kl, top1_agreement and first_divergence, those there are.
-    """
+    """Summarise the sample that was compared with the full cache (`kvbatch.quality`); its rows, the worst first."""
     if quality is None:
         return None
-    worst = {"nll_delta": "max", "kl": "max", "top1_agreement": "min"}
+    compared = quality.filter(pl.col("error").is_null()).sort("nll_delta", descending=True)
+    shown = ("row_id", "prompt_tokens", *WORST_QUALITY, "first_divergence")
     measures = {
-        name: {"mean": quality[name].mean(), "worst": getattr(quality[name], least_or_most)()}
-        for name, least_or_most in worst.items()
-        if name in quality.columns
+        name: {"mean": compared[name].mean(), "worst": getattr(compared[name], which)()}
+        for name, which in WORST_QUALITY.items()
     }
-    shown = [
-        name for name in ("row_id", "prompt_tokens", *worst, "first_divergence") if name in quality.columns
-    ]
-    return {
-        "num_rows": len(quality),
-        "measures": measures,
-        "rows": quality.select(shown).to_dict(as_series=False),
-    }
+    failed = len(quality) - len(compared)
+    return {"num_failed": failed, "measures": measures, "rows": compared.select(shown).to_dicts()}
 
 
 def _errors(rows: pl.DataFrame) -> list[dict[str, Any]]:

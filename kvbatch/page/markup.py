@@ -10,6 +10,7 @@ from kvbatch.page import plots
 from kvbatch.progress import format_bytes
 
 _MAX_ID_CHARS = 80
+_MAX_QUALITY_ROWS = 20
 # No script, and nothing that could be fetched: a page with a hole in it would still stay silent.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -118,14 +119,25 @@ def _figure(title: str, svg: str, note: str = "") -> str:
 def _quality(quality: dict[str, Any] | None) -> str:
     if quality is None:
         return ""
-    rows = [[name, f"{m['mean']:.4f}", f"{m['worst']:.4f}"] for name, m in quality["measures"].items()]
-    intro = f"<p>{quality['num_rows']:,} rows of the sample, against the full cache.</p>"
-    svg = plots.draw_quality(quality)
+    rows, failed = quality["rows"], quality["num_failed"]
+    text = f"{len(rows):,} rows of the sample, against the full cache"
+    text += f"; {failed:,} could not be compared." if failed else "."
+    if not rows:
+        return _section("Quality drift", f"<p>{escape(text)}</p>")
+    measures = [[name, f"{m['mean']:.4f}", f"{m['worst']:.4f}"] for name, m in quality["measures"].items()]
+    heads = ["row id", "prompt tokens", *quality["measures"], "first divergence"]
+    cells = [
+        [_short(row["row_id"]), f"{row['prompt_tokens']:,}"]
+        + [f"{row[name]:.4f}" for name in quality["measures"]]
+        + [row["first_divergence"]]
+        for row in rows[:_MAX_QUALITY_ROWS]
+    ]
     return _section(
         "Quality drift",
-        intro,
-        _table(["measure", "mean", "worst"], rows, numbers={1, 2}),
-        f'<div class="plots">{_figure("Drift against length", svg)}</div>' if svg else "",
+        f"<p>{escape(text)}</p>",
+        _table(["measure", "mean", "worst"], measures, numbers={1, 2}),
+        f'<div class="plots">{_figure("Drift against length", plots.draw_quality(rows))}</div>',
+        _table(heads, cells, numbers=range(1, len(heads))),
     )
 
 

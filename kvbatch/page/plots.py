@@ -147,18 +147,14 @@ def draw_kept(kept: dict[str, list]) -> str:
     return _svg("kept", "Share of KV bytes kept against prompt length", draw)
 
 
-def draw_quality(quality: dict[str, Any]) -> str | None:
-    """The drift of each sampled row's likelihood against its length, where both were measured."""
-    rows = quality["rows"]
-    if not {"prompt_tokens", "nll_delta"} <= rows.keys():
-        return None
+def draw_quality(rows: list[dict[str, Any]]) -> str:
+    """By how much less likely the full cache holds each sampled row's answer, against the row's length."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         axes.axhline(0, color=_MUTED, linewidth=1)
-        axes.plot(
-            rows["prompt_tokens"], rows["nll_delta"], "o", color=_ONE, ms=4, alpha=0.7, mew=0, gid="rows"
-        )
+        lengths, deltas = ([row[name] for row in rows] for name in ("prompt_tokens", "nll_delta"))
+        axes.plot(lengths, deltas, "o", color=_ONE, ms=4.5, alpha=0.7, mew=0, gid="rows")
         axes.set(xlabel="prompt tokens", ylabel="NLL against full cache")
         _count_axis(axes.xaxis)
 

@@ -36,8 +36,9 @@ def write_like(run, name, rows):
 
 
 def test_diff(job_file):
-    run = run_job(load_job(job_file([*RECORDS, RECORDS[0], {"id": "bad", "text": ""}]))).run
+    run = run_job(load_job(job_file([*RECORDS, {"id": "bad", "text": ""}]))).run
     rows = pl.read_parquet(run.shards / "*.parquet").to_dicts()
+    rows.append(dict(rows[0]))  # an id may stand twice
     changed = [dict(row) for row in rows[::-1] if row["id"] != "r5"] + [rows[0] | {"id": "new"}]
     for row in changed:
         row["kvb_kv_kept_bytes"] = row["kvb_kv_kept_bytes"] and row["kvb_kv_kept_bytes"] // 2
@@ -46,10 +47,10 @@ def test_diff(job_file):
         if row["id"] == "r4":
             row |= {"kvb_status": "error", "output": None}
     quality = pl.DataFrame({"row_id": ["r1"], "nll_delta": [0.125]})
-    other = write_like(run, "other", changed)
+    first, other = write_like(run, "first", rows), write_like(run, "other", changed)
     quality.write_parquet(other / "stats" / "quality.parquet")
 
-    found = json.loads(invoke("diff", run.path, other, "--json"))
+    found = json.loads(invoke("diff", first, other, "--json"))
     # r0 stands twice in both runs, and is joined in its order
     assert (found["rows_both"], found["rows_only_a"], found["rows_only_b"]) == (7, 1, 1)
     assert found["changed_row_ids"] == ["r3"] and found["other_status_row_ids"] == ["r4"]
@@ -58,7 +59,7 @@ def test_diff(job_file):
     assert found["a"]["kv_kept_bytes"] == sum(row["kvb_kv_kept_bytes"] for row in both)
     assert found["b"]["kv_kept_bytes"] == sum(row["kvb_kv_kept_bytes"] // 2 for row in both)
     assert found["a"]["quality"] == {} and found["b"]["quality"] == {"nll_delta": 0.125}
-    text = invoke("diff", run.path, other)
+    text = invoke("diff", first, other)
     assert "0.50" in text.splitlines()[2] and "4 the same, 1 changed" in text and "0.1250" in text
 
 

@@ -75,7 +75,7 @@ def test_rows_obey_their_own_settings(job_file):
 
 def test_keys_that_the_rows_answer_are_refused(job_file):
     with pytest.raises(
-        JobFileError, match=r"prompt\.template has no meaning with input\.format openai-batch"
+        JobFileError, match=r"job\.yaml:\d+: prompt has no meaning with input\.format openai-batch"
     ):
         load_job(job_file([request()], input={"format": "openai-batch"}))
     path = batch_job(job_file, [request()], long_document={"on_too_long": "truncate"})

@@ -9,11 +9,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kvbatch.config import load_job
 from kvbatch.errors import LimitExceeded
 from kvbatch.page import write_page
+from kvbatch.quality import SCHEMA as QUALITY_SCHEMA
 from kvbatch.run import run_job
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -42,13 +45,12 @@ def run(job_file, tmp_path, tiny_model):
     long = {"on_too_long": "truncate"}
     path = job_file(records(), model={"path": "model"}, cache=cache, long_document=long)
     found = run_job(load_job(path)).run
-    quality = {
-        "row_id": ["r1", "r2"],
-        "prompt_tokens": [90, 140],
-        "nll_delta": [0.25, -0.05],
-        "kl": [0.5, 0.1],
-    }
-    pl.DataFrame(quality).write_parquet(found.path / "stats" / "quality.parquet")
+    sample = [
+        {"row_id": "r1", "prompt_tokens": 90, "nll_delta": -0.05, "kl": 0.1, "top1_agreement": 1.0},
+        {"row_id": "r2", "prompt_tokens": 140, "nll_delta": 0.25, "kl": 0.5, "top1_agreement": 0.5},
+        {"row_id": "r3", "error": "out of memory"},
+    ]
+    pq.write_table(pa.Table.from_pylist(sample, QUALITY_SCHEMA), found.quality)
     write_page(found)
     return found
 
@@ -103,6 +105,8 @@ def test_figures_are_those_of_the_parquet(run):
     assert kinds == {"empty_text": ["null", "blank"]}
     seconds = (rows["kvb_prefill_s"] + rows["kvb_decode_s"]).drop_nulls().sort(descending=True)
     assert [row["total_s"] for row in figures["slowest"]] == pytest.approx(seconds[:10].to_list())
+    assert [row["row_id"] for row in figures["quality"]["rows"]] == ["r2", "r1"]
+    assert figures["quality"]["measures"]["top1_agreement"] == {"mean": 0.75, "worst": 0.5}
     assert figures["quality"]["measures"]["nll_delta"] == {"mean": pytest.approx(0.1), "worst": 0.25}
     for shown in (
         f"{summary['prompt_tokens']:,}",
