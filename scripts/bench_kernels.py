@@ -218,6 +218,7 @@ def main() -> None:
     facts = {
         "dtype": str(args.dtype).removeprefix("torch."),
         "threads": args.threads,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }
     print(*(f"{name} {value}" for name, value in facts.items()), sep=", ", end="\n\n")

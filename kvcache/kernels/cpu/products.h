@@ -1,5 +1,5 @@
-// Tiles of matrix products that fill all registers: of floats, and of bfloat16 numbers in pairs, which CPUs that have the
-// instruction multiply at two to four times the rate of floats. Sums are floats in both.
+// Tiles of matrix products that fill all registers: of floats, and of bfloat16 numbers in pairs, which CPUs with the
+// instruction for it multiply at two to four times the rate of floats. Sums are floats in both.
 #pragma once
 #include "wide.h"
 
