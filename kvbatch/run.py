@@ -261,7 +261,7 @@ class JobRunner:
             return False
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
-        lines = [*changed_keys, *input_changes(found, self._input_hashes)]
+        lines = changed_keys + input_changes(found, self._input_hashes)
         if not lines:
             return True
         if not insists and (run.is_ended or next(finished_rows(run), None) is None):

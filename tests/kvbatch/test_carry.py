@@ -77,7 +77,9 @@ def test_only_new_and_changed_rows_are_done(job_file):
 
     third = run(path, make_llm=forbidden)
     assert not third.is_new and third.run.path == found.path
-    rewrite(records)  # another time, the same rows
+    Path("in.jsonl").write_text(
+        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    )
     assert run(path, make_llm=forbidden).run.path == found.path
     records[4]["title"] = "again"
     rewrite(records)
