@@ -64,6 +64,8 @@ class ModelSection(Section):
     """Revision of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of weights and arithmetic; `auto` is bfloat16 where the device is fast at it."""
+    weight_quant: Literal["int8"] | None = None
+    """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
     max_context: Count | None = None
     """Positions to use, at most the model's own."""
     trust_remote_code: bool = False

@@ -18,7 +18,7 @@ from typing import Any
 from kvbatch import __version__
 from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, OutputError
-from kvbatch.fingerprint import InputFile, config_hash
+from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
 from kvbatch.writer import atomic_file, fsync_directory, write_json, write_text
 
@@ -228,7 +228,10 @@ def find_unfinished_run(job: Job) -> RunDirectory | None:
 
 
 def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
-    """Return the latest run if it succeeded on this very job, input, model and version."""
+    """Return the latest run if it succeeded on this very job, input, model and version.
+
+    Files are read only where their size or time is not what it was: a touched file is the same file.
+    """
     run = _followed(Path(job.output_dir) / "latest")
     if not run.is_success:
         return None
@@ -237,11 +240,19 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
     except InputError:
         return None
     wanted = describe_run(job, files)
-    same = all(found.get(key) == wanted[key] for key in _IDENTITY)
+    same = all(found.get(key) == wanted[key] for key in _IDENTITY) and "input_sha256" in found
+    same = same and not input_changes(found, hash_files(files, found["input_files"], found["input_sha256"]))
     return run if same and not may_now_fit(run, found, job) else None
 
 
-_IDENTITY = ("format", "kvbatch", "config_hash", "input_files", "model_files")
+_IDENTITY = ("format", "kvbatch", "config_hash", "model_files")
+
+
+def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]:
+    """Say how input files, by the hash of each, differ from those of a run."""
+    known = manifest["input_sha256"]
+    lines = changes({"input files": list(known)}, {"input files": list(hashes)})
+    return lines + [f"input file {line}" for line in changes(known, hashes)]
 
 
 def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:

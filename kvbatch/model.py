@@ -39,7 +39,11 @@ class ModelHandle:
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights will take in memory."""
-        return self.num_weights * self.dtype.itemsize
+        if self.section.weight_quant is None:
+            return self.num_weights * self.dtype.itemsize
+        config = self.config
+        num_words = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+        return num_words * self.dtype.itemsize + self.num_weights - num_words
 
     @property
     def tokenizer_hash(self) -> str:
@@ -66,6 +70,7 @@ class ModelHandle:
                 device=self.device,
                 max_context=self.section.max_context,
                 trust_remote_code=self.section.trust_remote_code,
+                weight_quant=self.section.weight_quant,
             )
         except ModelError as error:
             raise ModelUnavailable(f"model {self.section.path}: {error}") from error
@@ -95,6 +100,10 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
     from kvbatch.model_source import resolve_model
 
     device = resolve_device("auto" if look_only else engine.device)
+    if section.weight_quant and device != "cpu":
+        raise ModelUnavailable(
+            f"model.weight_quant {section.weight_quant} is for CPUs, but the job runs on {device}; leave it out"
+        )
     if engine.threads:
         torch.set_num_threads(engine.threads)
     try:

@@ -33,6 +33,7 @@ from kvbatch.manifest import (
     describe_run,
     find_same_run,
     find_unfinished_run,
+    input_changes,
 )
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog, write_heartbeat
@@ -229,6 +230,7 @@ class JobRunner:
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
                 "dtype": dtype,
+                "weight_quant": job.model.weight_quant,
                 "max_context": context,
             },
             "device": self.model.device,
@@ -259,8 +261,7 @@ class JobRunner:
             return False
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
-        lines = [*changed_keys]
-        lines += [f"input file {line}" for line in changes(found["input_sha256"], self._input_hashes)]
+        lines = [*changed_keys, *input_changes(found, self._input_hashes)]
         if not lines:
             return True
         if not insists and (run.is_ended or next(finished_rows(run), None) is None):
