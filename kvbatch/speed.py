@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvbatch.errors import OutputError
 from kvbatch.fingerprint import digest
-from kvbatch.model_source import cache_dir
+from kvbatch.model_source import kvbatch_cache
 from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
@@ -65,4 +65,4 @@ def _path(runner: "JobRunner") -> Path:
         "step_tokens": config.step_tokens,
         "deterministic": config.deterministic,
     }
-    return cache_dir() / "speed" / f"{digest(what)[:20]}.json"
+    return kvbatch_cache() / "speed" / f"{digest(what)[:20]}.json"
