@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.constraint import constrain
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
@@ -17,7 +18,7 @@ from engine.prefixes import PrefixCache
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
 from engine.sampling import make_random, sample
-from engine.scheduler import ALONE_DECODES, Scheduler
+from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
 from engine.streaming import positions_left
@@ -64,13 +65,18 @@ class LLM:
             ("num_rows", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
         )
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[Result]:
+    def generate(
+        self, requests: Iterable[Request | None], observe: Callable[[int, Tensor], None] | None = None
+    ) -> Iterator[Result]:
         """Yield a result for every request as it finishes.
 
         Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
         None among them lets all rows before it finish before the next one is pulled.
         A request that can never run yields a result with finish reason `error`; others are not affected.
         When the iterator is closed early, every page is given back.
+
+        Args:
+            observe: told each row's id and the logits `[V]` by which its next token is chosen.
         """
         source = iter(requests)
         try:
@@ -80,7 +86,7 @@ class LLM:
                 if not plan.num_tokens:
                     assert not self.scheduler.waiting, "a row waits though nothing runs"
                     return
-                yield from self._step(plan)
+                yield from self._step(plan, observe)
         finally:
             self.clear_cache()
 
@@ -187,6 +193,7 @@ class LLM:
         prefix = self.prefixes.get(tokens) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
+        sequence.constraint = sequence.request.constraint and sequence.request.constraint()
         if prefix:
             sequence.reuse(len(tokens))
         return True
@@ -232,13 +239,17 @@ class LLM:
             )
         return layout.sequence_pages(request.max_tokens, request.prefix_tokens, new)
 
-    def _step(self, plan) -> Iterator[Result]:
+    def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""
         started_s = time.perf_counter()
         ready, logits = self.runner.execute(plan)
         self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
+        logits = constrain(logits, [s.constraint for s in ready])
+        if observe:
+            for sequence, row in zip(ready, logits, strict=True):
+                observe(sequence.request.request_id, row)
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
         now = time.perf_counter()
         for sequence, token in zip(ready, tokens, strict=True):
@@ -251,6 +262,10 @@ class LLM:
                 sequence.finish_reason = finish_reason(
                     sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
                 )
+                if sequence.constraint:
+                    sequence.constraint.advance(token)
+                    if sequence.constraint.finished:
+                        sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 yield self._finish(sequence, now)
 

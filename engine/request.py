@@ -1,8 +1,8 @@
 """What goes into the engine and what comes out. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "repetition", "error"]
 
@@ -63,6 +63,7 @@ class Request:
         prefix_tokens: leading prompt tokens that other requests share; their KV is computed once.
         probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
             attend to each chunk before it judges what to keep of it.
+        constraint: makes the `engine.constraint.Constraint` of this row, when it is admitted.
         streams: the prompt may exceed the model's context. It then takes no more memory than one that fills the
             context, keeps so much less of its tokens, and their positions are re-based (`engine.streaming`).
     """
@@ -72,6 +73,7 @@ class Request:
     sampling: SamplingParams
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
+    constraint: Callable[[], Any] | None = None
     streams: bool = False
 
     @property

@@ -5,7 +5,7 @@ of a shard without count if its write-ahead file holds them whole.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,24 @@ def committed_files(run: RunDirectory) -> list[Path]:
     return [run.shard_file(number) for number in numbers if is_committed(run, number)]
 
 
-def finished_rows(run: RunDirectory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def finished_rows(
+    run: RunDirectory, names: Sequence[str] | None = None
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield every finished row of a run as its row of the plan (id, hash, place) and its output columns.
 
     Shard by shard and in input order: memory does not grow with the run. Nothing for a run that was not planned.
+
+    Args:
+        names: the output columns that are wanted, all by default; there may be more.
     """
     if not (run.path / "plan.parquet").exists():
         return
     for number, planned in enumerate(read_plan(run.path)):
         if is_committed(run, number):
             with pq.ParquetFile(run.shard_file(number)) as file:
-                yield from zip(planned, file.read(pa.schema(OUTPUT_FIELDS).names).to_pylist(), strict=True)
+                yield from zip(
+                    planned, file.read(names or pa.schema(OUTPUT_FIELDS).names).to_pylist(), strict=True
+                )
         else:
             rows = read_rows(run.wal_file(number), OUTPUT_FIELDS)
             yield from ((planned[place], rows[place]) for place in sorted(rows))

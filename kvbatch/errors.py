@@ -2,7 +2,7 @@
 
 KvbatchError            70  internal: a rerun may succeed
 ├── Skipped              0  another run of the job goes on, and that is no failure
-├── LimitExceeded       65  finished, but no row got an answer
+├── LimitExceeded       65  finished, but over a limit
 ├── InputError          66  input missing or unreadable
 ├── ModelUnavailable    69  model or device unavailable
 ├── OutputError         73  cannot write

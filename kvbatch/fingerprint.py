@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from kvbatch.errors import InputError
 from kvbatch.job import Job
 
-SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache")
+SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache", "quality_guard")
+_NO_CONTENT = ("input.path", "input.incremental")  # of the input section, what says nothing of its rows
 _SHOWN_CHARS = 100
 
 
@@ -37,16 +38,15 @@ class Fingerprint:
     semantic: Mapping[str, Any]
     operational: Mapping[str, Any]
 
-    def with_found(self, semantic: Mapping[str, Any], operational: Mapping[str, Any]) -> "Fingerprint":
-        """Return it with what is known only once the model is open."""
-        return Fingerprint(_plain({**self.semantic, **semantic}), _plain({**self.operational, **operational}))
+    def with_found(self, semantic: Mapping[str, Any], machine: Mapping[str, Any]) -> "Fingerprint":
+        """Return it with what is known only once the model is open; to be deterministic, the machine decides too."""
+        if self.semantic["engine.deterministic"]:
+            return Fingerprint(_plain({**self.semantic, **semantic, **machine}), self.operational)
+        return Fingerprint(_plain({**self.semantic, **semantic}), _plain({**self.operational, **machine}))
 
 
 def job_fingerprint(job: Job) -> Fingerprint:
-    """Return the keys of a job file.
-
-    To be deterministic is to depend on the machine as well: then all that the engine is told decides the output.
-    """
+    """Return the keys of a job file; to be deterministic, all that the engine is told decides the output."""
     values = _flat(job.model_dump(mode="json", exclude={"version", "name", "cache"}))
     values |= {
         f"cache.{key}": value for key, value in asdict(job.cache.policy).items()
@@ -55,7 +55,7 @@ def job_fingerprint(job: Job) -> Fingerprint:
     semantic = {
         key: value
         for key, value in values.items()
-        if key.split(".")[0] in sections and key != "input.path" or key == "engine.deterministic"
+        if key.split(".")[0] in sections and key not in _NO_CONTENT or key == "engine.deterministic"
     }
     return Fingerprint(
         _plain(semantic), _plain({key: value for key, value in values.items() if key not in semantic})

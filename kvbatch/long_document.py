@@ -10,6 +10,7 @@ from typing import Any
 from kvbatch.errors import JobFileError
 from kvbatch.job import Job, LongDocumentSection
 from kvbatch.prompt import MAX_PROBE_TOKENS, Prompt, PromptBuilder, PromptDocument
+from kvbatch.row_need import RowShape
 from kvbatch.split import split_text
 
 SEPARATOR = "\n\n"  # between partial answers
@@ -56,9 +57,7 @@ class LongDocuments:
 
     def _prepare_split(self, template: str) -> None:
         section = self._section
-        self._parts = (
-            self._builder.with_template(section.part_prompt) if section.part_prompt else self._builder
-        )
+        self._parts = self._builder.with_template(section.part_prompt or template)
         self._reduce = self._builder.with_template(section.reduce_prompt or template, questions=False)
         # a prefix of its own would be memory that nobody planned
         self._shares_prefix = self._reduce.prefix_ids == self._parts.prefix_ids and len(self._questions) < 2
@@ -90,6 +89,29 @@ class LongDocuments:
         most = max(self._section.part_tokens or self.max_prompt_tokens, self._two_answers)
         return min(self.max_prompt_tokens - frame_tokens, most)
 
+    def shape(self, prompt: Prompt, part_tokens: Sequence[int], new_tokens: int) -> RowShape:
+        """Return what a prompt needs memory for; its token ids are not looked at.
+
+        Args:
+            part_tokens: see `Prompt.part_tokens`.
+            new_tokens: the most tokens of an answer.
+        """
+        builder, kind = self._builder, "job"
+        if prompt.outcome == "split" and self._section.part_prompt:
+            builder, kind = self._parts, "part"
+        tails = builder.tail_tokens
+        streams = prompt.outcome == "streamed"
+        return RowShape(
+            part_tokens,
+            tails,
+            new_tokens,
+            0 if tails or streams else len(builder.prefix_ids),
+            kind,
+            prompt.reduce_tokens,
+            streams,
+            self.max_prompt_tokens,
+        )
+
     def build_batch(self, documents: Sequence[PromptDocument]) -> list[Prompt]:
         """Build the prompts of several documents; of each, all that are known before an answer is."""
         prompts = self._builder.build_batch(documents, self.max_prompt_tokens, self._section)
@@ -100,12 +122,12 @@ class LongDocuments:
         ]
 
     def _stream(self, document: PromptDocument, refused: Prompt) -> Prompt:
-        prompt = self._builder.build_around(document, self._builder.encode(document.text or ""))
-        return replace(prompt, outcome="streamed", prefix_tokens=0)
+        prompt = self._builder.build_around(document, self._builder.encode(self._builder.clean(document)))
+        return replace(prompt, outcome="streamed", prefix_tokens=0, removed_chars=refused.removed_chars)
 
     def _split(self, document: PromptDocument, refused: Prompt) -> Prompt:
         """Return the prompts of a document's parts, or its refusal where there is no room for them."""
-        text = document.text or ""
+        text = self._builder.clean(document)
         room = self._part_room(self._parts.num_frame_tokens(self._part(document, text, _LARGEST, _LARGEST)))
         found = split_text(
             text,
@@ -154,7 +176,7 @@ class LongDocuments:
         """
         asked = self._asked(document, question)
         # what was generated may have more tokens when it is read
-        pieces = [self._reduce.encode(answer)[: self._answer_tokens] for answer in answers]
+        pieces = [list(self._reduce.encode(answer))[: self._answer_tokens] for answer in answers]
         room = self._reduce_room(self._reduce.num_frame_tokens(asked))
         return [
             self._over(asked, group) if len(group) > 1 else None
@@ -168,7 +190,8 @@ class LongDocuments:
     def _joined(self, pieces: Sequence[list[int]]) -> list[int]:
         ids: list[int] = []
         for piece in pieces:
-            ids += (self._separator if ids and piece else []) + piece
+            ids += self._separator if ids and piece else []
+            ids += piece
         return ids
 
 

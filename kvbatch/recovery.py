@@ -40,9 +40,10 @@ def recover(run: RunDirectory) -> Recovered:
     try:
         for leftover in run.path.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        for number, planned in enumerate(read_plan(run.path)):
+        for number, planned in enumerate(read_plan(run.path, ["status"])):
             runs = {place for place, row in enumerate(planned) if row["status"] == "ok"}
             if is_committed(run, number):
+                run.wal_file(number).unlink(missing_ok=True)
                 found.committed.add(number)
                 found.num_finished += len(runs)
                 continue

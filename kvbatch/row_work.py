@@ -4,12 +4,14 @@ What is known beforehand comes from `LongDocuments.build_batch`; a request over 
 of them is there. Owns which requests a row has and what they add up to; knows neither shards nor the engine's loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine import Result
+from kvbatch.job import Job
 from kvbatch.long_document import LongDocuments
+from kvbatch.memory_ladder import DEAD_LETTER
 from kvbatch.prompt import Prompt, PromptDocument, PromptRequest
 
 _WORST_FIRST = ("error", "repetition", "length", "stop")
@@ -22,12 +24,11 @@ class RowWork:
     requests over answers of level n - 1.
     """
 
-    def __init__(
-        self, document: PromptDocument, prompt: Prompt, questions: Sequence[str], makers: LongDocuments
-    ):
+    def __init__(self, document: PromptDocument, prompt: Prompt, job: Job, makers: LongDocuments):
         self._document, self._prompt, self._makers = document, prompt, makers
-        self._questions = questions
-        self._num_questions = len(questions) or 1
+        self.questions = job.prompt.questions
+        self._keeps_parts = job.long_document.keep_parts
+        self._num_questions = len(self.questions) or 1
         self._num_parts = len(prompt.parts) or 1
         self._results: dict[int, Result] = {}
         self._oom_steps: tuple[str, ...] = ()
@@ -78,9 +79,19 @@ class RowWork:
         ]
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """What the row sets for itself."""
+        return self._prompt.sampling
+
+    @property
     def oom_steps(self) -> tuple[str, ...]:
         """What was done because memory ran out, for the request that needed most of it."""
         return self._oom_steps
+
+    @property
+    def error_code(self) -> str:
+        """What a failure of the row is called."""
+        return "out_of_memory" if DEAD_LETTER in self._oom_steps else "engine"
 
     def result(self) -> Result:
         """Return the row's answer and what all its requests took together.
@@ -124,36 +135,37 @@ class RowWork:
         )
         return replace(result, error_message=f"{where}: {result.error_message}")
 
-    def columns(self, *, keep_parts: bool) -> dict[str, Any]:
-        """Return the output columns that only rows of several requests have."""
-        columns: dict[str, Any] = {"kvb_n_levels": max(self._level) if self._num_parts > 1 else None}
-        if self._questions:
-            columns["output"] = None
-            columns["kvb_answers"] = [
-                _answer(text, self._final(number)) for number, text in enumerate(self._questions)
-            ]
-        if keep_parts and self._num_parts > 1:
-            columns["kvb_parts"] = [
-                self._output(number) for number in range(self._num_parts * self._num_questions)
-            ]
-        return columns
+    def columns(self) -> dict[str, Any]:
+        """Return the output columns that only rows of several parts have."""
+        if self._num_parts == 1:
+            return {}
+        kept = range(self._num_parts * self._num_questions) if self._keeps_parts else None
+        return {
+            "kvb_n_levels": max(self._level),
+            "kvb_parts": None if kept is None else [self._part(number) for number in kept],
+        }
 
-    def _output(self, number: int) -> dict[str, Any]:
+    def _part(self, number: int) -> dict[str, Any]:
         result = self._results[number]
         return {
             "part": number // self._num_questions,
-            "question": number % self._num_questions if self._questions else None,
+            "question": number % self._num_questions if self.questions else None,
             "output": None if result.finish_reason == "error" else result.text,
             "finish_reason": result.finish_reason,
         }
 
-
-def _answer(question: str, result: Result) -> dict[str, Any]:
-    failed = result.finish_reason == "error"
-    return {
-        "question": question,
-        "output": None if failed else result.text,
-        "status": "error" if failed else "ok",
-        "finish_reason": result.finish_reason,
-        "error_message": result.error_message,
-    }
+    def answers(self) -> list[dict[str, Any]]:
+        """Return what became of each of several questions."""
+        finals = [self._final(number) for number in range(len(self.questions))]
+        failed = [final.finish_reason == "error" for final in finals]
+        return [
+            {
+                "question": question,
+                "output": None if is_failed else final.text,
+                "status": "error" if is_failed else "ok",
+                "finish_reason": final.finish_reason,
+                "error_code": self.error_code if is_failed else None,
+                "error_message": final.error_message,
+            }
+            for question, final, is_failed in zip(self.questions, finals, failed, strict=True)
+        ]

@@ -14,13 +14,17 @@ from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
     from engine import Result
+    from kvbatch.answers import AnswerForm
     from kvbatch.corpus import Document
+    from kvbatch.row_work import RowWork
 
 ANSWER_FIELDS = [
     pa.field("question", pa.string()),
     pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),
     pa.field("status", pa.string()),  # ok | error
     pa.field("finish_reason", pa.string()),
+    pa.field("error_code", pa.string()),
     pa.field("error_message", pa.string()),
 ]
 PART_FIELDS = [
@@ -31,6 +35,7 @@ PART_FIELDS = [
 ]
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),  # the same, proved to be of generation.json_schema
     pa.field("kvb_status", pa.string()),  # ok | rejected | error
     pa.field("kvb_finish_reason", pa.string()),  # stop | length | repetition | error
     pa.field("kvb_error_code", pa.string()),
@@ -47,6 +52,7 @@ OUTPUT_FIELDS = [
     pa.field("kvb_parts", pa.list_(pa.struct(PART_FIELDS))),  # what the parts answered, if it is kept
     pa.field("kvb_dropped_tokens", pa.int64()),
     pa.field("kvb_truncation_side", pa.string()),
+    pa.field("kvb_removed_chars", pa.int64()),  # by prompt.clean
     pa.field("kvb_n_chunks", pa.int32()),
     pa.field("kvb_kv_full_bytes", pa.int64()),
     pa.field("kvb_kv_kept_bytes", pa.int64()),
@@ -64,6 +70,7 @@ INPUT_FIELDS = [
     pa.field("kvb_input_file", pa.string()),
     pa.field("kvb_input_row", pa.int64()),
     pa.field("kvb_input_text", pa.string()),
+    pa.field("kvb_input_raw", pa.large_binary()),  # a row that could not be read, as it stands in the file
 ]
 
 
@@ -83,6 +90,7 @@ class OpenShard:
         rows: the same rows in the plan.
         job_seed: what each row's seed is made from.
         common: output columns that all rows of the run share.
+        answers: the form that answers must have.
         finished: output columns by place in the window, of the rows that have run.
 
     Raises:
@@ -94,6 +102,7 @@ class OpenShard:
     rows: Sequence[dict[str, Any]]
     job_seed: int
     common: Mapping[str, Any]
+    answers: "AnswerForm | None" = None
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,27 +129,37 @@ class OpenShard:
         """Whether every row that runs has ended."""
         return not self._num_left
 
-    def finish(
-        self,
-        place: int,
-        result: "Result",
-        oom_steps: Sequence[str] = (),
-        more_columns: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Take a row's result; return its output columns.
+    def finish(self, place: int, work: "RowWork", num_retries: int = 0) -> dict[str, Any]:
+        """Take a row whose requests have ended; return its output columns.
 
         Args:
-            oom_steps: what was done before, since memory ran out.
-            more_columns: output columns beside those of the result.
+            num_retries: how often it failed before, for another reason than memory.
         """
         assert place not in self.finished, "a row ends once"
+        result, oom_steps = work.result(), work.oom_steps
         gave_up = DEAD_LETTER in oom_steps
-        columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
-        columns["kvb_attempts"] = 1 + len(oom_steps) - gave_up
+        columns = _result_columns(result)
+        if result.finish_reason == "error":
+            columns |= _failed(work.error_code, result.error_message)
+        columns |= work.columns()
+        if work.questions:
+            answers = [_judged(answer, self.answers) for answer in work.answers()]
+            columns |= {"output": None, "kvb_answers": answers}
+            failed = next((answer for answer in answers if answer["status"] == "error"), None)
+            if failed:
+                columns |= _failed(failed["error_code"], failed["error_message"])
+        elif self.answers and result.finish_reason != "error":
+            columns |= self.answers.judge(result.text)
+        columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
-        self.finished[place] = self._planned(place) | columns | dict(more_columns or {})
+        self.finished[place] = self._planned(place) | columns
         self._num_left -= 1
         return self.finished[place]
+
+    def carry(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""
+        for place, row in rows.items():
+            self.finished[place] = {**row, "kvb_shard": self.number, "kvb_bin": None}
 
     def output_rows(self) -> list[dict[str, Any]]:
         """Return the output columns of all rows, in input order."""
@@ -168,6 +187,7 @@ class OpenShard:
                     "kvb_input_file": self.documents[i].file,
                     "kvb_input_row": self.documents[i].row,
                     "kvb_input_text": _storable(self.documents[i].text),
+                    "kvb_input_raw": self.documents[i].raw,
                 }
                 for i in failed
             ]
@@ -188,14 +208,26 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
         "kvb_n_parts": row["parts"],
         "kvb_dropped_tokens": row["dropped_tokens"],
         "kvb_truncation_side": row["truncation_side"],
+        "kvb_removed_chars": row["removed_chars"],
         "kvb_bin": row["bin"],
     }
 
 
-def _result_columns(result: "Result", error_code: str) -> dict[str, Any]:
-    failed = result.finish_reason == "error"
-    columns = {
-        "output": None if failed else result.text,
+def _judged(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]:
+    """Return an answer to one of several questions, held against the form that the job asks for."""
+    if answer["status"] == "error" or form is None:
+        return answer
+    columns = form.judge(answer["output"])
+    return answer | {name.removeprefix("kvb_"): value for name, value in columns.items()}
+
+
+def _failed(code: str, message: str | None) -> dict[str, Any]:
+    return {"kvb_status": "error", "kvb_error_code": code, "kvb_error_message": message}
+
+
+def _result_columns(result: "Result") -> dict[str, Any]:
+    return {
+        "output": None if result.finish_reason == "error" else result.text,
         "kvb_finish_reason": result.finish_reason,
         "kvb_prompt_tokens": result.prompt_tokens,
         "kvb_completion_tokens": result.completion_tokens,
@@ -208,13 +240,6 @@ def _result_columns(result: "Result", error_code: str) -> dict[str, Any]:
         "kvb_prefill_s": result.prefill_s,
         "kvb_decode_s": result.decode_s,
     }
-    if failed:
-        columns |= {
-            "kvb_status": "error",
-            "kvb_error_code": error_code,
-            "kvb_error_message": result.error_message,
-        }
-    return columns
 
 
 def _join(left: pa.Table, right: pa.Table) -> pa.Table:

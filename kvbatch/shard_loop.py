@@ -1,13 +1,17 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
+from kvbatch.carry import Carry
 from kvbatch.commit import commit_shard
+from kvbatch.earlier_rows import copy_rows
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
+from kvbatch.job import Job
 from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
@@ -41,12 +45,14 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
+        self._carry = Carry.of(run)
         limit = runner.model.config.max_context - self._job.generation.max_new_tokens
         self._prompts = LongDocuments(runner.builder, self._job, limit)
-        self._works: dict[int, RowWork] = {}  # by a row's index
-        self._followers: deque[Request] = deque()
         self._num_rows = 0
-        self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
+        self._works: dict[int, RowWork] = {}  # in the engine, by the row's index
+        self._followers: list[Request] = []
+        self._failures: Counter[int] = Counter()  # of rows that are tried again
+        self._to_retry: list[int] = []
 
     def run(self, plan: PlanSummary) -> None:
         """Run every planned row that was not recovered.
@@ -56,11 +62,10 @@ class ShardLoop:
             OutputError: The run directory cannot be written.
         """
         self._num_rows = plan.num_rows
-        requests = drained_before(self._with_followers(self._requests(plan)), plan.peak_row)
+        requests = self._with_arisen(drained_before(self._requests(plan), plan.peak_row))
         try:
             if self._llm is None:
-                for _ in requests:
-                    raise AssertionError("a row wants to run, but the plan has none")
+                assert not any(requests), "a row wants to run, but the plan has none"
             else:
                 for result, oom_steps in MemoryLadder(self._llm, self._note_oom).generate(requests):
                     self._finish(result, oom_steps)
@@ -73,16 +78,25 @@ class ShardLoop:
         request_number, index = divmod(request_result.request_id, self._num_rows)
         work = self._works[index]
         followers = work.take(request_number, request_result, oom_steps)
-        self._followers += (self._request(index, *follower) for follower in followers)
-        if not work.is_done:
-            return
-        del self._works[index]
-        result = work.result()
+        self._followers += [self._request(index, *follower) for follower in followers]
+        if work.is_done:
+            self._finish_row(index, self._works.pop(index))
+
+    def _finish_row(self, index: int, work: RowWork) -> None:
         number, place = divmod(index, self._job.output.shard_rows)
-        shard = self._open[number]
-        columns = work.columns(keep_parts=self._job.long_document.keep_parts)
+        shard, result = self._open[number], work.result()
+        num_failures = self._failures[index]
+        if (
+            result.finish_reason == "error"
+            and not work.oom_steps
+            and num_failures < self._job.limits.row_retries
+        ):
+            self._failures[index] += 1
+            self._to_retry.append(index)
+            self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
+            return
         with self._runner.stopper.shield():
-            row = shard.finish(place, result, work.oom_steps, columns)
+            row = shard.finish(place, work, num_failures)
             self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
@@ -91,16 +105,27 @@ class ShardLoop:
         if shard.is_done:
             self._commit(shard)
 
-    def _with_followers(self, requests: Iterator[Request]) -> Iterator[Request | None]:
-        """Add the requests that answers make possible, before others, so that rows do not stay open for long."""
+    def _with_arisen(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """Add requests that ended ones give rise to, soon after they did, so that shards do not stay open for long."""
         for request in requests:
-            while self._followers:
-                yield self._followers.popleft()
             yield request
+            while arisen := self._arisen():
+                yield from arisen
+                if request is not None:
+                    break
+                yield None  # what was drained is to stay so
         while self._works:
-            yield (
-                self._followers.popleft() if self._followers else None
-            )  # None: what they wait for ends first
+            yield None  # the last ones end before it is known what arises from them
+            yield from self._arisen()
+
+    def _arisen(self) -> list[Request]:
+        """Return the requests that answers made possible, and those of rows that are tried again."""
+        followers, self._followers = self._followers, []
+        retried, self._to_retry = self._to_retry, []
+        for index in retried:
+            number, place = divmod(index, self._job.output.shard_rows)
+            followers += self._build(self._open[number], [place])
+        return followers
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
@@ -114,7 +139,16 @@ class ShardLoop:
                 self._runner.progress.advance(len(documents), 0)
                 continue
             finished = self._recovered.rows.pop(number, {})
-            shard = OpenShard(number, documents, planned, self._job.generation.seed, self._common, finished)
+            shard = OpenShard(
+                number,
+                documents,
+                planned,
+                self._job.generation.seed,
+                self._common,
+                self._runner.answers,
+                finished,
+            )
+            self._carry_over(shard)
             self._open[number] = shard
             self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
@@ -126,33 +160,42 @@ class ShardLoop:
                 "the input changed while the job ran: it has fewer rows than were planned; run it again"
             )
 
+    def _carry_over(self, shard: OpenShard) -> None:
+        places = {
+            place: (row["carried_run"], row["carried_index"])
+            for place, row in enumerate(shard.rows)
+            if row["status"] == "carried"
+        }
+        if places:
+            shard.carry(dict(zip(places, copy_rows(self._carry, list(places.values())), strict=True)))
+
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
-        first = shard.number * self._job.output.shard_rows
         for start in range(0, len(shard.running), PROMPT_BATCH):
-            places = shard.running[start : start + PROMPT_BATCH]
-            prompts = self._prompts.build_batch([shard.documents[place] for place in places])
-            for place, prompt in zip(places, prompts, strict=True):
-                assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
-                    "a prompt differs from its plan"
-                )
-                work = RowWork(shard.documents[place], prompt, self._job.prompt.questions, self._prompts)
-                self._works[first + place] = work
-                yield from [self._request(first + place, *request) for request in work.first()]
+            yield from self._build(shard, shard.running[start : start + PROMPT_BATCH])
+
+    def _build(self, shard: OpenShard, places: Sequence[int]) -> Iterator[Request]:
+        first = shard.number * self._job.output.shard_rows
+        prompts = self._prompts.build_batch([shard.documents[place] for place in places])
+        for place, prompt in zip(places, prompts, strict=True):
+            assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
+            work = RowWork(shard.documents[place], prompt, self._job, self._prompts)
+            self._works[first + place] = work
+            yield from [self._request(first + place, *request) for request in work.first()]
 
     def _request(self, index: int, number: int, wanted: PromptRequest) -> Request:
         """Return a request of a row by its number in the row; the first has the row's index for an id."""
         shard, place = divmod(index, self._job.output.shard_rows)
-        seed = row_seed(self._job.generation.seed, self._open[shard].rows[place]["row_id"])
+        row_id, own = self._open[shard].rows[place]["row_id"], self._works[index].sampling
+        sampling = sampling_params(self._job, self._runner.model.tokenizer, row_id, own)
         if number:
-            seed = row_seed(seed, str(number))
-        values = self._job.generation.model_dump()
-        values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
+            sampling = replace(sampling, seed=row_seed(sampling.seed, str(number)))
         return Request(
             number * self._num_rows + index,
             wanted.token_ids,
-            SamplingParams(**values | {"seed": seed}),
+            sampling,
             wanted.prefix_tokens,
             wanted.probe_ids,
+            self._runner.answers and self._runner.answers.constraint,
             wanted.streams,
         )
 
@@ -170,18 +213,24 @@ class ShardLoop:
         self._log.event("out of memory", step=step, rows=len(requests))
 
 
-def drained_before(requests: Iterator[Request | None], request_id: int) -> Iterator[Request | None]:
+def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
     """Let the engine drain once, before the first row of the plan's fullest bin.
 
     So this bin is admitted whole, and the bytes held at the peak are those planned: not more, as the pool has no
     more, and not less.
     """
     for request in requests:
-        if request is not None and request.request_id == request_id:
+        if request.request_id == request_id:
             yield None
         yield request
 
 
-def _turn_end(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token that ends a turn, which is not always among those of generation_config.json."""
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+def sampling_params(job: Job, tokenizer: Any, row_id: str, own: Mapping[str, Any]) -> SamplingParams:
+    """Return how one row is generated, `own` being what it sets for itself.
+
+    The token that ends a turn, which is not always among those of generation_config.json, stops it as well.
+    """
+    values = job.generation.model_dump(exclude={"json_schema", "choices"}) | dict(own)
+    if tokenizer.eos_token_id is not None and not job.generation.ignore_eos:
+        values["stop_token_ids"] = (*values["stop_token_ids"], tokenizer.eos_token_id)
+    return SamplingParams(**values | {"seed": row_seed(job.generation.seed, row_id)})

@@ -33,7 +33,8 @@ class Stopper:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Receive a signal."""
         if self.obeyed or self._pending:
-            os._exit(Interrupted.exit_code)  # every file is whole or will be cut, as after a kill
+            os.write(2, b"kvbatch: stopped at once\n")
+            os._exit(Interrupted.exit_code)  # what this leaves is what a kill leaves
         self._pending = self.alarm if number == signal.SIGALRM else signal.Signals(number).name
         if not self._shields:
             self._raise()
@@ -83,7 +84,8 @@ def stop_on_signals(*, stop_at: tuple[float, str] | None = None) -> Iterator[Sto
             f"stopped by {stopper.obeyed}; finished rows are kept, start again to continue"
         ) from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if stop_at:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 

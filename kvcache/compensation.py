@@ -55,10 +55,11 @@ def compensation_weights(
 def output_moments(
     weight: Tensor,  # [hidden, H D] output projection
     num_kv_heads: int,
-    rotation: Tensor,  # [D, D] of the values
+    head_dim: int,
 ) -> Tensor:  # [KVH, D, D] float32
-    """Return Wᵀ W of each KV head's values, summed over its query heads, in the rotated basis."""
-    dim = len(rotation)
-    heads = weight.float().unflatten(1, (num_kv_heads, -1, dim)).permute(1, 0, 2, 3)  # [KVH, hidden, G, D]
-    rows = heads.flatten(1, 2) @ rotation.float()
+    """Return Wᵀ W of each KV head's values, summed over its query heads."""
+    heads = (
+        weight.float().unflatten(1, (num_kv_heads, -1, head_dim)).permute(1, 0, 2, 3)
+    )  # [KVH, hidden, G, D]
+    rows = heads.flatten(1, 2)
     return rows.mT @ rows

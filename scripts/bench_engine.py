@@ -46,7 +46,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
 
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
-    model = load_model(args.model, dtype=dtype, device=device)
+    model = load_model(args.model, dtype=dtype, device=device, weight_quant=args.weight_quant)
     config = EngineConfig(
         memory_budget_bytes=resolve_budget(args.memory, device),
         step_tokens=args.step_tokens,
@@ -76,6 +76,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         "kv_peak_bytes": llm.stats().kv_peak_bytes,
         "kv_allocated_bytes": llm.stats().kv_allocated_bytes,
         "dtype": _name(dtype),
+        "weight_quant": args.weight_quant,
         "step_tokens": args.step_tokens,
         "preset": args.preset,
         "overlaps_compression": llm.budget.overlaps_compression,
@@ -134,9 +135,9 @@ def result_line(name: str, prompts: Prompts, measured: Measured) -> str:
     return f"RESULT {name} {json.dumps(facts | measured.facts)}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
-    args = _arguments()
+    args = _arguments(argv)
     if args.threads:
         import torch
 
@@ -150,7 +151,7 @@ def main() -> None:
         args.out.write_text(json.dumps(measured.token_ids), encoding="utf-8")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
     p.add_argument("--prompts", type=Path, required=True, help="JSON file of prompts")
@@ -165,6 +166,7 @@ def _arguments() -> argparse.Namespace:
         help="compress beside the model (default auto)",
     )
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    p.add_argument("--weight-quant", choices=("int8",), help="keep the layers' weights in int8")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--step-tokens", type=int, default=1024, help="most tokens of one step (default 1024)")
     p.add_argument("--max-sequences", type=int, default=64, help="most rows at once (default 64)")
@@ -172,7 +174,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
     p.add_argument("--out", type=Path, help="write the generated token ids here")
-    return p.parse_args()
+    return p.parse_args(argv)
 
 
 def _name(dtype: Any) -> str:

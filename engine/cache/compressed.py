@@ -23,7 +23,6 @@ from kvcache.compressors.registry import get_scorer
 from kvcache.frames import FramePool
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
-from kvcache.quant import rotation
 
 
 class CompressedBackend:
@@ -37,7 +36,7 @@ class CompressedBackend:
         rope: how it rotates keys.
         repeat_token_ids: see `EngineConfig`.
         lane_shares: what each lane needs, for budget `calibrated`.
-        output_weights: of every layer, `[hidden, H D]`: how errors of values show.
+        output_weights: of every layer, `[hidden, H D]`, in the basis of the values: how their errors show.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class CompressedBackend:
         self._kernels = cpu_kernels(layout.head_dim)
         self._room: Tensor | None = None
         self.scorer = get_scorer(config.scorer) if config.judges else None
-        self._rotation = rotation(layout.head_dim).to(device, dtype) if config.quantises else None
         value_weights = self._weigh(output_weights) if config.compensates else None
         self._compressor = Compressor(layout, lane_shares, value_weights)
 
@@ -163,19 +161,18 @@ class CompressedBackend:
                 start = span.stop
             return out
 
-        return self._rotated(attend)
+        return attend
 
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""
         pages = self._pages(cache)
-        return self._rotated(
-            lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
-        )
+        return lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
 
     def _weigh(self, output_weights: list[Tensor]) -> Tensor:
         """Return `compensation_weights` of every lane's values."""
-        heads, turn = self.layout.num_kv_heads, self._rotation
-        return torch.cat([compensation_weights(output_moments(w, heads, turn)) for w in output_weights])
+        layout = self.layout
+        moments = (output_moments(w, layout.num_kv_heads, layout.head_dim) for w in output_weights)
+        return torch.cat([compensation_weights(m) for m in moments])
 
     def _decode(self, caches: list[CompressedCache]) -> Attend:
         """Return the part of the callback that stores and attends one new token of each sequence."""
@@ -238,13 +235,6 @@ class CompressedBackend:
                 2, num_tokens * 5 // 4, self.layout.head_dim, device=self.frames.slab.device
             )
         return self._room[0, :num_tokens], self._room[1, :num_tokens]
-
-    def _rotated(self, attend: Attend) -> Attend:
-        """Attend in the rotated basis, in which outliers are spread and few bits do; attention is the same in any."""
-        if self._rotation is None:
-            return attend
-        turn = self._rotation
-        return lambda layer, q, k, v: attend(layer, q @ turn, k @ turn, v @ turn) @ turn.T
 
     def advance(
         self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool

@@ -79,9 +79,7 @@ class FullCache:
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            num_tokens = slots.shape[
-                -1
-            ]  # of the plan; a step may be filled up with more, which nobody asks for
+            num_tokens = slots.shape[-1]  # of the plan: a step may be filled up with more
             self.pool.store(slots[layer], k[:num_tokens], v[:num_tokens])
             out = torch.empty_like(q)  # [T, H, D]
             start = len(decodes)

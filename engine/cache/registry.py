@@ -23,6 +23,8 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
     from engine.cache.compressed import CompressedBackend
     from engine.calibration import calibrate
 
+    if config.cache.quantises:
+        model.rotate_heads()
     return CompressedBackend(
         budget.layout,
         budget.capacity_pages,

@@ -1,11 +1,12 @@
 """The decoder: token ids to hidden states to logits, for every supported architecture.
 
 It knows nothing of caches or sequences: all tokens of a step lie in one flat row, and the caller's `attend`
-does the attention of each layer. Elementwise work happens in place in one workspace, kept between calls:
-fresh memory costs page faults, which on a CPU are dearer than the arithmetic.
+does the attention of each layer. What comes between the matrix products is one pass each (`engine.native`), into one
+workspace, kept between calls: fresh memory costs page faults, which on a CPU are dearer than the arithmetic.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,30 +14,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
+from engine.models.convert import rotate_values, to_int8
 from engine.models.rope import rope_tables
 from engine.models.weights import LayerWeights, Projection, Weights, load_weights
+from engine.native.int8 import Int8Rows, Int8Weight
+from engine.native.registry import layer_kernels
+from kvcache.quant import rotation
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]; q and k after qk-norm and rope
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """A model ready to run. One thread uses it at a time, since calls share the workspace."""
+    """A model ready to run. One thread uses it at a time, since calls share the workspace.
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        """Take loaded weights and prepare the rope tables for the whole context."""
+    Attributes:
+        is_rotated: heads are in the rotated basis; attention is the same in any.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, *, is_rotated: bool = False) -> None:
+        """Take loaded weights and prepare the rope tables for the whole context.
+
+        Args:
+            is_rotated: the weights make values in the rotated basis.
+        """
         self.config = config
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self.is_rotated = is_rotated
         self.weight_bytes = sum(tensor.nbytes for tensor in _tensors(weights))
         self._weights = weights
+        self._kernels = layer_kernels(config, self.device)
+        self._turn = rotation(config.head_dim).to(self.device)
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
-        self._workspace: dict[str, Tensor] = {}
+        self._workspace: dict[str, Tensor | Int8Rows] = {}
 
     @property
     def output_weights(self) -> list[Tensor]:
         """The attention's output projection of every layer, `[hidden, H D]`."""
-        return [layer.output.weight for layer in self._weights.layers]
+        weights = (layer.output.weight for layer in self._weights.layers)
+        return [w.dequantised() if isinstance(w, Int8Weight) else w for w in weights]
+
+    def rotate_heads(self) -> None:
+        """Compute queries, keys and values in the rotated basis from now on, in which few bits do.
+
+        What the model computes stays the same but for rounding; keys and values cached before are of no use any more.
+        Values are rotated by the weights, queries and keys by the pass that rotates them by position.
+        """
+        if not self.is_rotated:
+            for layer in self._weights.layers:
+                rotate_values(layer, self.config)
+            self.is_rotated = True
 
     @torch.inference_mode()
     def forward(
@@ -55,22 +83,26 @@ class Decoder:
             attend: Called once a layer, in order. Its q, k and v are views of the workspace, overwritten by
                 the next layer: copy what must stay.
         """
-        config, num_tokens = self.config, token_ids.shape[0]
-        eps = config.norm_eps
-        cos = self._cos[positions].to(self.dtype).unsqueeze(1)  # [T, 1, D / 2]
-        sin = self._sin[positions].to(self.dtype).unsqueeze(1)
+        config, kernels, eps = self.config, self._kernels, self.config.norm_eps
+        cos, sin = self._cos[positions], self._sin[positions]  # [T, D / 2]
         hidden = F.embedding(token_ids, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
-            normed = F.rms_norm(hidden, (config.hidden_size,), layer.attention_norm, eps)
+            normed = self._rows("normed", layer.qkv, len(hidden))
+            kernels.rms_norm(hidden, layer.attention_norm, eps, normed)
             q, k, v = self._qkv(normed, layer, cos, sin)
-            attended = attend(index, q, k, v).reshape(num_tokens, -1)
+            attended = attend(index, q, k, v).flatten(1)
             if rows is not None and index == config.num_layers - 1:
                 hidden, attended = hidden[rows], attended[rows]
-            _add_projected(hidden, attended, layer.output)
-            normed = F.rms_norm(hidden, (config.hidden_size,), layer.mlp_norm, eps)
-            gate, up = self._project("gate_up", normed, layer.gate_up).chunk(2, dim=-1)
-            _add_projected(hidden, F.silu(gate, inplace=True).mul_(up), layer.down)
-        return F.rms_norm(hidden, (config.hidden_size,), self._weights.norm, eps)
+            self._add_projected(hidden, attended, layer.output)
+            normed = self._rows("normed", layer.gate_up, len(hidden))
+            kernels.rms_norm(hidden, layer.mlp_norm, eps, normed)
+            gate_up = self._project("gate_up", normed, layer.gate_up)
+            product = self._rows("product", layer.down, len(hidden))
+            kernels.silu_mul(gate_up, product)
+            self._add_projected(hidden, product, layer.down)
+        out = torch.empty_like(hidden)
+        kernels.rms_norm(hidden, self._weights.norm, eps, out)
+        return out
 
     def checksums(self) -> list[float]:
         """Return the sum of every weight tensor, which tells models of one shape apart."""
@@ -82,26 +114,24 @@ class Decoder:
         return F.linear(hidden, self._weights.head).float()
 
     def _qkv(
-        self, normed: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
+        self, normed: Tensor | Int8Rows, layer: LayerWeights, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = self._project("qkv", normed, layer.qkv).unflatten(-1, (-1, config.head_dim))
-        q, k, v = qkv.split(heads, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(F.rms_norm(q, (config.head_dim,), layer.q_norm, config.norm_eps))
-            k.copy_(F.rms_norm(k, (config.head_dim,), layer.k_norm, config.norm_eps))
-        self._rotate(qkv[:, : config.num_heads + config.num_kv_heads], cos, sin)
-        return q, k, v
+        self._kernels.rotate(
+            qkv,
+            *heads[:2],
+            cos,
+            sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.norm_eps,
+            turn=self._turn if self.is_rotated else None,
+        )
+        return qkv.split(heads, dim=1)
 
-    def _rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate q and k in place, both at once: (a, b) -> (a cos - b sin, b cos + a sin)."""
-        first, second = qk.chunk(2, dim=-1)  # [T, H + KVH, D / 2] each
-        crossed = torch.mul(first, sin, out=self._buffer("rotate", first.shape))
-        first.mul_(cos).addcmul_(second, sin, value=-1)
-        second.mul_(cos).add_(crossed)
-
-    def _project(self, name: str, x: Tensor, projection: Projection) -> Tensor:
+    def _project(self, name: str, x: Tensor | Int8Rows, projection: Projection) -> Tensor:
         """Multiply into the workspace: [T, in] -> [T, out].
 
         Dense weights stay as loaded, since no other form was clearly faster. SmolLM2-135M's shapes in
@@ -112,17 +142,44 @@ class Decoder:
         (12 rows: 26 ms dense, 16 ms by oneDNN); it is left, for the packed copy would double a tied
         embedding.
         """
-        out = self._buffer(name, (x.shape[0], projection.weight.shape[0]))
-        if projection.bias is None:
-            return torch.mm(x, projection.weight.t(), out=out)
-        return torch.addmm(projection.bias, x, projection.weight.t(), out=out)
+        weight, bias = projection.weight, projection.bias
+        if isinstance(x, Int8Rows):
+            out = self._buffer(name, len(x.codes), weight.shape[0])
+            self._kernels.int8_product(x, weight, out, bias=bias)
+            return out
+        out = self._buffer(name, len(x), weight.shape[0])
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _add_projected(self, residual: Tensor, x: Tensor | Int8Rows, projection: Projection) -> None:
+        """Multiply and add to the residual in place, without a pass of its own."""
+        weight, bias = projection.weight, projection.bias
+        if isinstance(weight, Int8Weight):
+            if isinstance(x, Tensor):
+                x, dense = self._rows("attended", projection, len(x)), x
+                self._kernels.quantise_rows(dense.contiguous(), x)
+            self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
+            return
+        residual.addmm_(x, weight.t())
+        if bias is not None:
+            residual.add_(bias)
+
+    def _rows(self, name: str, projection: Projection, num_rows: int) -> Tensor | Int8Rows:
+        """Return room for what a projection takes: numbers, or codes where its weights are codes."""
+        width = projection.weight.shape[1]
+        if not isinstance(projection.weight, Int8Weight):
+            return self._buffer(name, num_rows, width)
+        codes = self._buffer(name, num_rows, width, torch.int8)
+        return Int8Rows(codes, self._buffer(f"{name} scales", num_rows, 1, torch.float32).flatten())
+
+    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the first rows of a workspace tensor, which grows to the largest step seen."""
         held = self._workspace.get(name)
-        if held is None or held.shape[0] < shape[0]:
-            self._workspace[name] = held = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return held[: shape[0]]
+        if held is None or len(held) < num_rows:
+            shape = (num_rows, width)
+            self._workspace[name] = held = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return held[:num_rows]
 
 
 def load_model(
@@ -132,21 +189,26 @@ def load_model(
     device: str | torch.device = "cpu",
     max_context: int | None = None,
     trust_remote_code: bool = False,
+    weight_quant: str | None = None,
 ) -> Decoder:
     """Load the model of a local directory.
+
+    Args:
+        weight_quant: `int8` keeps the layers' matrices in int8 and multiplies them by activations rounded to int8
+            (`engine.models.convert`); embedding, vocabulary and norms stay.
 
     Raises:
         UnsupportedModelError: the engine cannot run it; the message names why.
         ModelError: its files are missing, corrupt or contradict each other.
     """
     config = ModelConfig.from_pretrained(path, max_context=max_context, trust_remote_code=trust_remote_code)
-    return Decoder(config, load_weights(Path(path), config, dtype=dtype, device=torch.device(device)))
-
-
-def _add_projected(residual: Tensor, x: Tensor, projection: Projection) -> None:
-    residual.addmm_(x, projection.weight.t())  # the GEMM adds into the residual: no pass of its own
-    if projection.bias is not None:
-        residual.add_(projection.bias)
+    load = partial(load_weights, Path(path), config, dtype=dtype, device=torch.device(device))
+    if weight_quant is None:
+        return Decoder(config, load())
+    assert weight_quant == "int8", weight_quant
+    kernels = layer_kernels(config, torch.device(device))
+    weights = load(convert=partial(to_int8, config=config, kernels=kernels))
+    return Decoder(config, weights, is_rotated=True)
 
 
 def _tensors(weights: Weights) -> list[Tensor]:
@@ -156,5 +218,16 @@ def _tensors(weights: Weights) -> list[Tensor]:
         tensors.append(weights.head)
     for layer in weights.layers:
         for part in vars(layer).values():
-            tensors += vars(part).values() if isinstance(part, Projection) else (part,)
-    return [tensor for tensor in tensors if tensor is not None]
+            tensors += _parts(part)
+    return tensors
+
+
+def _parts(part: Tensor | Projection | Int8Weight | None) -> list[Tensor]:
+    match part:
+        case Tensor():
+            return [part]
+        case Projection():
+            return _parts(part.weight) + _parts(part.bias)
+        case Int8Weight():
+            return [part.codes, part.scales, part.starts]
+    return []

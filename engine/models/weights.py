@@ -5,6 +5,7 @@ load never holds the model twice. Every shape is checked before anything is copi
 """
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig, read_json
+from engine.native.int8 import Int8Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,8 +27,8 @@ INDEX_FILE = "model.safetensors.index.json"
 class Projection:
     """One linear layer; several of the checkpoint's matrices may be stacked in it."""
 
-    weight: Tensor  # [out, in]
-    bias: Tensor | None  # [out]
+    weight: Tensor | Int8Weight  # [out, in]
+    bias: Tensor | None  # [out], float32 beside int8
 
 
 @dataclass(frozen=True)
@@ -118,23 +120,33 @@ class Checkpoint:
             raise ModelError(f"{file} is truncated or corrupt ({error}); fetch the model again") from error
 
 
-def check_weights(path: Path, config: ModelConfig) -> int:
+def check_weights(path: Path, config: ModelConfig) -> None:
     """Prove by the files' headers that a model's weights are there, whole and of the configured shapes.
-
-    Returns:
-        How many numbers they are.
 
     Raises:
         ModelError: they are not.
     """
-    shapes = _shapes(config)
     with Checkpoint(path) as checkpoint:
-        checkpoint.check(shapes)
-    return sum(math.prod(shape) for shape in shapes.values())
+        checkpoint.check(_shapes(config))
 
 
-def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def count_weights(config: ModelConfig) -> int:
+    """Return how many numbers a model's weights are."""
+    return sum(math.prod(shape) for shape in _shapes(config).values())
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    convert: Callable[[LayerWeights], LayerWeights] = lambda layer: layer,
+) -> Weights:
     """Load a model's weights in the given type.
+
+    Args:
+        convert: applied to each layer as it is loaded, so that no more than one lies in memory in both forms.
 
     Raises:
         ModelError: the files are missing or corrupt, or do not fit the configuration.
@@ -169,7 +181,7 @@ def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype, device:
         embedding = tensor("model.embed_tokens.weight")
         return Weights(
             embedding=embedding,
-            layers=tuple(layer(index) for index in range(config.num_layers)),
+            layers=tuple(convert(layer(index)) for index in range(config.num_layers)),
             norm=tensor("model.norm.weight"),
             head=embedding if config.tie_embeddings else tensor("lm_head.weight"),
         )

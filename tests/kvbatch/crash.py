@@ -47,9 +47,9 @@ def at_step(patch: Callable[[object, str, Callable], None], step: int, act: Call
         count[0] += 1
         return count[0] == step
 
-    def before(function: Callable) -> Callable:
+    def before(function: Callable, counts: Callable[..., bool] = lambda *_, **__: True) -> Callable:
         def call(*args, **kwargs):
-            if now():
+            if counts(*args, **kwargs) and now():
                 act()
             return function(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def at_step(patch: Callable[[object, str, Callable], None], step: int, act: Call
 
     patch(writer.os, "fsync", before(os.fsync))  # the module os itself: for everyone
     patch(writer.os, "replace", before(os.replace))
-    patch(Path, "unlink", before(Path.unlink))
+    patch(Path, "unlink", before(Path.unlink, lambda path, **_: path.exists()))
     patch(WriteAheadFile, "_write", write_half)
     return count
 

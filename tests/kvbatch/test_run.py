@@ -134,6 +134,9 @@ def test_nothing_new(job_file, tiny_model):
     assert run(path, "generation.seed=1").is_new
     assert run(path).is_new, "latest is another job's run now"
     os.utime("in.jsonl", ns=(1, 1))
+    assert not run(path).is_new, "a touched file is the same file"
+    text = Path("in.jsonl").read_text()
+    Path("in.jsonl").write_text(text.replace("fox", "cat"))
     assert run(path).is_new
     (run(path).run.path / "_SUCCESS").unlink()
     assert run(path).is_new, "a run without _SUCCESS is not to be relied upon"

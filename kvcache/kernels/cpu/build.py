@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels once per machine into the user's cache and loads them.
+"""Compiles C++ kernels once per machine into the user's cache and loads them.
 
 The library's name is a hash of all that shapes it (sources, flags, compiler, CPU), so a cache shared by
 several machines holds one library for each kind of them and a stale one is never loaded.
@@ -20,18 +20,20 @@ from pathlib import Path
 
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
+HERE = Path(__file__).parent
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the kernels, compiled if need be; None, with one warning, where that cannot be done.
+def library(folder: Path = HERE) -> ctypes.CDLL | None:
+    """Return a folder's kernels, compiled if need be; None, with one warning, where that cannot be done.
 
-    `KVBATCH_NATIVE=0` switches them off, `CXX` names the compiler, `KVBATCH_CACHE` the cache.
+    `KVBATCH_NATIVE=0` switches them off, `CXX` names the compiler, `KVBATCH_CACHE` the cache. Headers beside this file
+    are for all.
     """
     if os.environ.get("KVBATCH_NATIVE", "1") == "0":
         return None
     try:
-        return compile_and_load(find_compiler(), cache_folder())
+        return compile_and_load(find_compiler(), cache_folder(), sources=folder)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         logging.getLogger(__name__).warning(
@@ -59,8 +61,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser() / "kernels"
 
 
-def compile_and_load(compiler: list[str], folder: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Load the library from `folder`, compiling it there first unless it is there already.
+def compile_and_load(
+    compiler: list[str], folder: Path, extra_flags: tuple[str, ...] = (), *, sources: Path = HERE
+) -> ctypes.CDLL:
+    """Load the library of the sources from `folder`, compiling it there first unless it is there already.
 
     Raises:
         OSError: There is no such compiler, or the folder cannot be written.
@@ -72,33 +76,35 @@ def compile_and_load(compiler: list[str], folder: Path, extra_flags: tuple[str, 
     flags = ["-std=c++17", "-O3", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     # psabi: a note about vectors as arguments, which matters between libraries only.
     flags += ["-Wno-psabi", *extra_flags]
-    name = _digest(version, " ".join([*compiler, *flags]), _cpu(), *(path.read_text() for path in _sources()))
+    name = _digest(
+        version, " ".join([*compiler, *flags]), _cpu(), *(path.read_text() for path in _sources(sources))
+    )
     path = folder / f"{name}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}.lock"):
             if not path.exists():
-                _compile([*compiler, *flags], path)
+                _compile([*compiler, *flags, f"-I{HERE}"], sources, path)
     # torch loaded its OpenMP runtime before; a library that wants one of that name shares it and its threads.
     return ctypes.CDLL(str(path))
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(command: list[str], sources: Path, path: Path) -> None:
     """Compile to a temporary file and move it to its place; on one thread where the compiler has no OpenMP."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / path.name
         try:
-            _build([*command, "-fopenmp"], target)
+            _build([*command, "-fopenmp"], sources, target)
             ctypes.CDLL(str(target))  # a runtime that is missing shows here
         except (subprocess.CalledProcessError, OSError):
             target.unlink(missing_ok=True)
-            _build(command, target)
+            _build(command, sources, target)
         os.replace(target, path)
 
 
-def _build(command: list[str], target: Path) -> None:
-    """Compile all sources at once and link them."""
-    sources = [path for path in _sources() if path.suffix == ".cpp"]
+def _build(command: list[str], folder: Path, target: Path) -> None:
+    """Compile all sources of a folder at once and link them."""
+    sources = sorted(folder.glob("*.cpp"))
     objects = [str(target.with_name(f"{source.stem}.o")) for source in sources]
     commands = [[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor() as pool:
@@ -106,8 +112,9 @@ def _build(command: list[str], target: Path) -> None:
     _run([*command, *objects, "-o", str(target)])
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+def _sources(folder: Path) -> list[Path]:
+    """Return all files that a folder's library is made of."""
+    return sorted({*folder.glob("*.cpp"), *folder.glob("*.h"), *HERE.glob("*.h")})
 
 
 def _run(command: list[str]) -> str:

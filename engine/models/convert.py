@@ -1,0 +1,36 @@
+"""Other forms of a layer's weights: in the rotated basis of its values, and in int8."""
+
+from dataclasses import replace
+from types import ModuleType
+
+from engine.models.config import ModelConfig
+from engine.models.weights import LayerWeights, Projection
+from engine.native.int8 import quantise_weight
+from kvcache.quant import fold_value_rotation
+
+
+def rotate_values(layer: LayerWeights, config: ModelConfig) -> None:
+    """Let the layer make its values in the rotated basis (`kvcache.quant.rotation`), and take them so; in place."""
+    fold_value_rotation(
+        layer.qkv.weight,
+        layer.output.weight,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=layer.qkv.bias,
+    )
+
+
+def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:
+    """Return the layer with its matrices in int8, each output's largest weight rounded to 127.
+
+    Values are rotated first, since int8 weights can no more be; it also spreads their outliers.
+    """
+    rotate_values(layer, config)
+
+    def convert(projection: Projection) -> Projection:
+        bias = None if projection.bias is None else projection.bias.float()
+        return Projection(quantise_weight(projection.weight, kernels.int8_panel()), bias)
+
+    names = ("qkv", "output", "gate_up", "down")
+    return replace(layer, **{name: convert(getattr(layer, name)) for name in names})

@@ -1,0 +1,146 @@
+"""The layer's C++ kernels give what their torch twins give, on any number of threads."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.native import ops, torch_twin
+from engine.native.int8 import Int8Rows, quantise_weight
+from kvcache.kernels.cpu import build
+from kvcache.quant import rotation
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)) or ops.library() is None, reason="no C++ compiler"
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # bfloat16 numbers may be rounded the other way where float32 differs in its last digits
+    tolerance = 8e-3 if expected.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def empty_rows(num_rows: int, width: int) -> Int8Rows:
+    return Int8Rows(torch.empty(num_rows, width, dtype=torch.int8), torch.empty(num_rows))
+
+
+def assert_like_twin(name: str, x: torch.Tensor, width: int, *arguments) -> None:
+    """Compare a kernel that makes rows, as numbers and as codes, with its twin."""
+    outs = [torch.empty(len(x), width, dtype=x.dtype) for _ in range(2)]
+    rows = [empty_rows(len(x), width) for _ in range(2)]
+    for module, out, codes in zip((ops, torch_twin), outs, rows, strict=True):
+        getattr(module, name)(x, *arguments, out)
+        getattr(module, name)(x, *arguments, codes)
+    assert_close(*outs)
+    torch.testing.assert_close(rows[0].scales, rows[1].scales, rtol=2e-6, atol=1e-30)
+    assert int((rows[0].codes.int() - rows[1].codes.int()).abs().max()) <= 1  # a code half way may be either
+    assert float((rows[0].codes != rows[1].codes).float().mean()) < 0.02
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 30), st.sampled_from(DTYPES), st.integers(0, 100), st.integers(1, 3)
+)
+@settings(max_examples=40, deadline=None)
+def test_rows_are_made_as_the_twin_makes_them(num_rows, eighths, dtype, seed, num_threads):
+    before, width = torch.get_num_threads(), 8 * eighths
+    torch.set_num_threads(num_threads)
+    try:
+        x = make((num_rows, width), dtype, seed)
+        assert_like_twin("rms_norm", x, width, make((width,), dtype, seed + 1), 1e-5)
+        gate_up = make((num_rows, 2 * width), dtype, seed) * 20  # far beyond where exp overflows
+        assert_like_twin("silu_mul", gate_up, width)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_rotated_as_the_twin_rotates_them(dtype, head_dim, turned, normed):
+    qkv = make((21, 7, head_dim), dtype, 1)
+    angles = make((21, head_dim // 2), torch.float32, 2)
+    kwargs = {"turn": rotation(head_dim)} if turned else {}
+    if normed:
+        kwargs |= {"q_norm": make((head_dim,), dtype, 3), "k_norm": make((head_dim,), dtype, 4), "eps": 1e-5}
+    actual, expected = qkv.clone(), qkv.clone()
+    for module, x in ((ops, actual), (torch_twin, expected)):
+        module.rotate(x, 4, 2, angles.cos(), angles.sin(), **kwargs)
+    assert_close(actual, expected)
+    assert torch.equal(actual[:, 6:], qkv[:, 6:]) and not torch.allclose(actual[:, :6], qkv[:, :6])
+
+
+def test_a_row_is_rounded_to_its_largest_number_and_poison_is_not_hidden():
+    x = make((9, 24), torch.float32, 1)
+    x[3], x[4, 5], x[5, 6], x[6] = 0, torch.nan, torch.inf, 1e-35
+    rows = [empty_rows(9, 24) for _ in range(2)]
+    ops.quantise_rows(x, rows[0])
+    torch_twin.quantise_rows(x, rows[1])
+    good = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(rows[0].codes[good], rows[1].codes[good])
+    assert torch.equal(rows[0].scales[good], rows[1].scales[good])
+    assert all(not torch.isfinite(r.scales[[4, 5]]).any() for r in rows)
+    restored = rows[0].codes[:3] * rows[0].scales[:3, None]
+    assert bool(((restored - x[:3]).abs() <= x[:3].abs().amax(1, keepdim=True) / 254 * 1.0001).all())
+
+
+def check_product(num_rows, width, depth, dtype, seed, bias, adds) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 128, (num_rows, depth), generator=generator, dtype=torch.int8)
+    x = Int8Rows(codes, torch.rand(num_rows, generator=generator))
+    weight = make((width, depth), torch.float32, seed)
+    weight[0] = 0
+    bias = make((width,), torch.float32, seed) if bias else None
+    outs = [make((num_rows, width), dtype, seed + 1) for _ in range(2)]
+    for module, out in zip((ops, torch_twin), outs, strict=True):
+        module.int8_product(x, quantise_weight(weight, module.int8_panel()), out, bias=bias, adds=adds)
+    assert torch.equal(*outs)
+
+
+@given(
+    num_rows=st.integers(1, 70),
+    width=st.integers(1, 40).map(lambda n: 8 * n),
+    depth=st.integers(1, 160).map(lambda n: 8 * n),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+    bias=st.booleans(),
+    adds=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_int8_products_are_exactly_the_twins(**case):
+    check_product(**case)
+
+
+def test_int8_sums_do_not_saturate():
+    extreme = torch.full((5, 4096), 127, dtype=torch.int8)
+    weight = quantise_weight(torch.full((8, 4096), -1.0), ops.int8_panel())
+    out = torch.empty(5, 8)
+    ops.int8_product(Int8Rows(extreme, torch.ones(5)), weight, out)
+    assert torch.equal(out, torch.full((5, 8), -127.0 * 127 * 4096) * weight.scales[:8])
+
+
+def test_products_of_raised_inputs_are_exact_too(tmp_path, monkeypatch):
+    """What runs on AVX-512-VNNI, its one instruction in plain C++."""
+    folder = Path(ops.__file__).parent
+    raised = build.compile_and_load(build.find_compiler(), tmp_path, ("-DKVB_EMULATE_VNNI",), sources=folder)
+    monkeypatch.setattr(ops, "library", lambda: ops._declared(raised))
+    assert ops.int8_panel() == 64
+    check_product(9, 72, 80, torch.float32, 0, True, True)
+    check_product(70, 136, 1096, torch.bfloat16, 1, False, False)
+
+
+def test_weights_come_back_as_they_were_packed():
+    weight = make((40, 24), torch.float32, 0)
+    packed = quantise_weight(weight, 16)
+    assert packed.shape == (40, 24) and packed.codes.shape == (3, 6, 16, 4)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert bool(((packed.dequantised() - weight).abs() <= step * 0.5001).all())
