@@ -7,7 +7,6 @@ from torch import Tensor
 
 from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
 from engine.cache.base import Attend, LookAhead
-from engine.models.rope import RopeConfig, turned
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from engine.streaming import StreamPositions, positions_left
@@ -33,7 +32,7 @@ class CompressedBackend:
         num_arenas: the most sequences in prefill at once.
         overlaps_compression: compress in the background; arenas must hold one chunk more.
         max_context: positions the model has.
-        rope: how it rotates keys.
+        move_keys: see `Decoder.move_keys`.
         repeat_token_ids: see `EngineConfig`.
         lane_shares: what each lane needs, for budget `calibrated`.
         output_weights: of every layer, `[hidden, H D]`, in the basis of the values: how their errors show.
@@ -48,7 +47,7 @@ class CompressedBackend:
         num_arenas: int,
         overlaps_compression: bool = False,
         max_context: int,
-        rope: RopeConfig,
+        move_keys: Callable[[Tensor, Tensor], Tensor],
         repeat_token_ids: tuple[int, ...],
         lane_shares: LaneShares | None,
         output_weights: list[Tensor],
@@ -70,7 +69,7 @@ class CompressedBackend:
             device=device,
         )
         self._whole_dtype = whole_dtype
-        self._max_context, self._rope = max_context, rope
+        self._max_context, self._move_keys = max_context, move_keys
         self._repeat_token_ids = list(repeat_token_ids)
         self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = cpu_kernels(layout.head_dim)
@@ -276,9 +275,7 @@ class CompressedBackend:
         ]
         if any(offsets):
             keys = arena.keys[:, :, : arena.length]
-            plain = keys if self._rotation is None else keys @ self._rotation.T
-            plain = turned(plain, torch.tensor(offsets, device=keys.device), self._rope).to(keys.dtype)
-            keys.copy_(plain if self._rotation is None else plain @ self._rotation)
+            keys.copy_(self._move_keys(keys, torch.tensor(offsets, device=keys.device)))
             sequence.position += moved
 
     def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:

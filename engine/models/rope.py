@@ -87,7 +87,7 @@ def rope_config(config: Any, parameters: dict[str, Any], head_dim: int) -> RopeC
     return RopeConfig(scaling, tuple(frequencies.float().tolist()), float(factor))
 
 
-def turned(
+def moved_keys(
     keys: Tensor,  # [..., n, D]
     offsets: Tensor,  # [n]
     rope: RopeConfig,

@@ -1,5 +1,6 @@
 """Prompts beyond the context: positions within it, keys where these say, and no more memory than a full context."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from engine import Request
 from engine.models import load_model
-from engine.models.rope import turned
 from engine.streaming import StreamPositions
 from engine.teacher_forcing import reading
 from kvcache.config import KVCacheConfig, Tier
@@ -43,20 +43,13 @@ def test_positions_keep_order_and_stay_within(num_tokens):
     assert all(0 <= b - a <= 1 for a, b in zip(found, found[1:], strict=False))
 
 
-def test_rotations_add_up(model):
-    cos, sin = model._cos, model._sin
-    key = torch.randn(cos.shape[1] * 2)
-    at = lambda p: torch.cat(  # noqa: E731
-        [
-            key.chunk(2)[0] * cos[p] - key.chunk(2)[1] * sin[p],
-            key.chunk(2)[1] * cos[p] + key.chunk(2)[0] * sin[p],
-        ]
-    )
-    moved = turned(torch.stack([at(100), at(400)]), torch.tensor([250, -399]), model.config.rope)
-    torch.testing.assert_close(moved, torch.stack([at(350), at(1)]))
+def test_moved_keys_are_those_of_another_position(model):
+    tokens = torch.tensor([5, 6])
+    before, after = (layer_0_keys(model, tokens, positions) for positions in ([100, 400], [350, 1]))
+    torch.testing.assert_close(model.move_keys(before, torch.tensor([250, -399])), after)
 
 
-def layer_0_keys(model, token_ids: list[int], positions: list[int]) -> torch.Tensor:
+def layer_0_keys(model, token_ids: Sequence[int], positions: list[int]) -> torch.Tensor:
     """Return the first layer's keys `[KVH, n, D]`, which depend on token and position alone."""
     found = []
 
@@ -67,7 +60,7 @@ def layer_0_keys(model, token_ids: list[int], positions: list[int]) -> torch.Ten
 
     for start in range(0, len(token_ids), 256):
         span = slice(start, start + 256)
-        model.forward(torch.tensor(token_ids[span]), torch.tensor(positions[span]), attend)
+        model.forward(torch.as_tensor(token_ids[span]), torch.tensor(positions[span]), attend)
     return torch.cat(found).transpose(0, 1)
 
 

@@ -139,7 +139,9 @@ def test_groups_are_as_long_as_the_room():
 
 
 def test_a_part_that_fails_fails_the_row_with_its_name(job_file):
-    path = job_file([{"id": "a", "text": LINES[:1300]}], long_document={"on_too_long": "split"})
+    path = job_file(
+        [{"id": "a", "text": LINES[:1300]}], long_document={"on_too_long": "split"}, limits={"row_retries": 0}
+    )
     engine = Backwards(fail=(1,))
     with pytest.raises(Exception, match="none of 1 rows"):
         run(path, make_llm=lambda model, config: engine)
@@ -281,6 +283,7 @@ def test_questions_of_a_split_document(job_file, tokenizer):
         [{"id": "a", "text": LINES[:1000]}],
         prompt=ASKING,
         long_document={"on_too_long": "split", "keep_parts": True},
+        limits={"row_retries": 0},
     )
     engine = Recorder(fail=(4,))  # the second question of the second part
     with pytest.raises(Exception, match="none of 1 rows"):
