@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from engine import EngineStats, Result
+from engine.forecast import SpeedFit
 
 
 class Backwards:
@@ -11,7 +12,7 @@ class Backwards:
     def __init__(self, fail=(), num_held=3):
         self.requests, self.fail = [], fail
         self.num_held, self.num_answers = num_held, 0
-        self.monitor = SimpleNamespace(samples=[], lanes=None)
+        self.monitor = SimpleNamespace(samples=[], lanes=None, speed=SpeedFit())
 
     def generate(self, requests):
         held = []
