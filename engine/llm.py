@@ -3,17 +3,22 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
 
-from engine.budget import divide_budget
+from torch import Tensor
+
+from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
+from engine.constraint import constrain
+from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.prefixes import PrefixCache
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
 from engine.sampling import make_random, sample
-from engine.scheduler import Scheduler
+from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
 
@@ -33,15 +38,24 @@ class LLM:
 
     Raises:
         BudgetError: The byte budget does not hold a step and a sequence.
+        EngineError: It is to be deterministic, and the device cannot be.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
         self.model = model
+        self.config = config
         self.decode = decode
         self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
-        self.runner = Runner(model, self.cache)
-        self.scheduler = Scheduler(self.budget.step_tokens, self.budget.max_sequences)
+        self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
+        self.scheduler = Scheduler(
+            self.budget.step_tokens, self.budget.max_sequences, alone=config.deterministic
+        )
+        if config.deterministic and not self.runner.treats_rows_alike():
+            raise EngineError(
+                f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
+                "deterministic here; try another dtype"
+            )
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
@@ -50,13 +64,18 @@ class LLM:
             ("num_rows", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
         )
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[Result]:
+    def generate(
+        self, requests: Iterable[Request | None], observe: Callable[[int, Tensor], None] | None = None
+    ) -> Iterator[Result]:
         """Yield a result for every request as it finishes.
 
         Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
         None among them lets all rows before it finish before the next one is pulled.
         A request that can never run yields a result with finish reason `error`; others are not affected.
         When the iterator is closed early, every page is given back.
+
+        Args:
+            observe: told each row's id and the logits `[V]` by which its next token is chosen.
         """
         source = iter(requests)
         try:
@@ -66,9 +85,30 @@ class LLM:
                 if not plan.num_tokens:
                     assert not self.scheduler.waiting, "a row waits though nothing runs"
                     return
-                yield from self._step(plan)
+                yield from self._step(plan, observe)
         finally:
             self.clear_cache()
+
+    def prefill(self, request: Request) -> tuple[Sequence, Tensor]:
+        """Read a prompt, alone, and keep it until `clear_cache`.
+
+        Returns:
+            its sequence, and the logits `[1, V]` that would choose its first token.
+
+        Raises:
+            ValueError: The request can never run; the message says why.
+        """
+        assert not self.scheduler.running and not self.scheduler.waiting, "other rows are in the engine"
+        problem = self._problem(request)
+        if problem:
+            raise ValueError(problem)
+        self.scheduler.add(Sequence(request, self._pages(request)))
+        if not self._admit():
+            raise ValueError("the pool has no room for the prompt and its prefix together")
+        [sequence] = self.scheduler.running
+        while sequence.in_prefill:
+            _, logits = self.runner.execute(self.scheduler.plan_step())
+        return sequence, logits
 
     def stats(self) -> EngineStats:
         """Return the totals since the engine was made."""
@@ -81,6 +121,25 @@ class LLM:
             kv_mean_bytes=self.monitor.mean_used_bytes,
             kv_peak_bytes=self.cache.peak_bytes,
         )
+
+    @contextmanager
+    def limited(self, step_ratio: float, max_sequences: int) -> Iterator[None]:
+        """Compute and hold less at once in a block: a part of the step's tokens, so many rows at most.
+
+        Enter it only while nothing is generated.
+        """
+        whole = self.scheduler.step_tokens, self.scheduler.max_sequences
+        fewest = self.config.cache.chunk_size if self.config.cache.compresses else MIN_STEP_TOKENS
+        tokens = max(min(whole[0], fewest), int(whole[0] * step_ratio))
+        self._limit(tokens, min(whole[1], max_sequences))
+        try:
+            yield
+        finally:
+            self._limit(*whole)
+
+    def _limit(self, step_tokens: int, max_sequences: int) -> None:
+        self.scheduler.step_tokens = self.prefixes.step_tokens = step_tokens
+        self.scheduler.max_sequences = max_sequences
 
     def clear_cache(self) -> None:
         """Drop every row and give every page back."""
@@ -107,7 +166,7 @@ class LLM:
                     continue
                 problem = self._problem(request)
                 if problem:
-                    yield self._failure(request, problem)
+                    yield Result.failed(request, problem)
                     continue
                 self.scheduler.add(Sequence(request, self._pages(request)))
             if not self._admit():
@@ -130,6 +189,7 @@ class LLM:
         prefix = self.prefixes.get(tokens) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
+        sequence.constraint = sequence.request.constraint and sequence.request.constraint()
         if prefix:
             sequence.reuse(len(tokens))
         return True
@@ -162,13 +222,17 @@ class LLM:
             request.max_tokens, request.prefix_tokens, request.sampling.max_new_tokens
         )
 
-    def _step(self, plan) -> Iterator[Result]:
+    def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""
         started_s = time.perf_counter()
         ready, logits = self.runner.execute(plan)
         self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
+        logits = constrain(logits, [s.constraint for s in ready])
+        if observe:
+            for sequence, row in zip(ready, logits, strict=True):
+                observe(sequence.request.request_id, row)
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
         now = time.perf_counter()
         for sequence, token in zip(ready, tokens, strict=True):
@@ -181,6 +245,10 @@ class LLM:
                 sequence.finish_reason = finish_reason(
                     sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
                 )
+                if sequence.constraint:
+                    sequence.constraint.advance(token)
+                    if sequence.constraint.finished:
+                        sequence.finish_reason = "stop"
             if sequence.finish_reason:
                 yield self._finish(sequence, now)
 
@@ -213,21 +281,3 @@ class LLM:
         self.scheduler.finish(sequence)
         sequence.cache.free()
         return result
-
-    def _failure(self, request: Request, message: str) -> Result:
-        return Result(
-            request_id=request.request_id,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            error_message=message,
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=0,
-            cached_prompt_tokens=0,
-            num_chunks=0,
-            kv_full_bytes=0,
-            kv_kept_bytes=0,
-            kv_peak_bytes=0,
-            prefill_s=0.0,
-            decode_s=0.0,
-        )

@@ -1,5 +1,6 @@
-"""How much memory there is, and what a written budget means in bytes."""
+"""How much memory there is, what a written budget means in bytes, and what to do when memory ran out."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -98,3 +99,20 @@ def _control_group_room(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
         if limit.isdigit() and int(limit) < 1 << 60:
             return [max(0, int(limit) - usage)]
     return []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory could not be had, on a GPU or on this machine."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's own
+        return True
+    signs = ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def release_memory() -> None:
+    """Give memory back that nothing uses any more; call it when no exception is held, since that holds tensors."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

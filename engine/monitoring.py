@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from engine.cache.base import CacheBackend
+from engine.forecast import SpeedFit, step_parts
 from engine.scheduler import StepPlan
 from kvcache.monitoring import LaneUsage
 
@@ -52,6 +53,7 @@ class Monitor:
         samples: of the steps, in order.
         lanes: what the rows that ended kept, added up; None where nothing is compressed or no row ended yet.
         num_steps: steps noted.
+        speed: what the steps tell of how long others will take.
     """
 
     def __init__(self, cache: CacheBackend, block_bytes: int):
@@ -63,6 +65,7 @@ class Monitor:
         self._steps_s = self._used_byte_s = 0.0
         self.samples: list[StepSample] = []
         self.lanes: LaneUsage | None = None
+        self.speed = SpeedFit()
         self.num_steps = 0
 
     @property
@@ -85,6 +88,7 @@ class Monitor:
         used, peak = cache.used_bytes, cache.peak_bytes
         if peak > self._peak_bytes:  # while rows were admitted, perhaps, and a prefix was dropped after it
             used = self._peak_bytes = peak
+        self.speed.add(step_parts(plan, after=True), step_s)
         self._steps_s += step_s
         self._used_byte_s += used * step_s
         sample = StepSample(

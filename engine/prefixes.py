@@ -14,7 +14,7 @@ class PrefixCache:
         self._cache = cache
         self._layout = layout
         self._runner = runner
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self._caches: dict[tuple[int, ...], SequenceHandle] = {}
 
     def missing_pages(self, tokens: tuple[int, ...]) -> int:
@@ -35,7 +35,7 @@ class PrefixCache:
             sequence.cache = self._cache.open(sequence.num_pages, len(tokens), None)
             try:
                 while sequence.in_prefill:
-                    self._runner.execute(StepPlan((), plan_chunks([sequence], self._step_tokens)))
+                    self._runner.execute(StepPlan((), plan_chunks([sequence], self.step_tokens)))
             except BaseException:
                 sequence.cache.free()
                 raise

@@ -1,8 +1,8 @@
 """What goes into the engine and what comes out. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "repetition", "error"]
 
@@ -63,6 +63,7 @@ class Request:
         prefix_tokens: leading prompt tokens that other requests share; their KV is computed once.
         probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
             attend to each chunk before it judges what to keep of it.
+        constraint: makes the `engine.constraint.Constraint` of this row, when it is admitted.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Request:
     sampling: SamplingParams
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
+    constraint: Callable[[], Any] | None = None
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -107,6 +109,26 @@ class Result:
     kv_peak_bytes: int
     prefill_s: float
     decode_s: float
+
+    @classmethod
+    def failed(cls, request: Request, message: str) -> "Result":
+        """Return the result of a request that did not run."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            error_message=message,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=0,
+            cached_prompt_tokens=0,
+            num_chunks=0,
+            kv_full_bytes=0,
+            kv_kept_bytes=0,
+            kv_peak_bytes=0,
+            prefill_s=0.0,
+            decode_s=0.0,
+        )
 
 
 @dataclass(frozen=True)

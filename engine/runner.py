@@ -10,11 +10,17 @@ from engine.sequence import Sequence
 
 
 class Runner:
-    """Run a model over a cache."""
+    """Run a model over a cache.
 
-    def __init__(self, model: Decoder, cache: CacheBackend):
+    Args:
+        num_decodes: fill every step of decodes up to this number of tokens, so that the model's arithmetic is the
+            same however many rows decode; 0: as many as there are.
+    """
+
+    def __init__(self, model: Decoder, cache: CacheBackend, num_decodes: int = 0):
         self.model = model
         self.cache = cache
+        self._num_decodes = num_decodes
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[list[Sequence], Tensor]:
@@ -38,10 +44,15 @@ class Runner:
         # Asked before anything is counted: those that choose a token after this step, all decodes among them.
         ends = [span.reaches_end for span in spans]
         rows = [row for row, end in zip(last_rows, ends, strict=True) if end]
+        attend, num_filled = self.cache.attend(plan), 0
+        if plan.decodes and self._num_decodes:
+            num_filled = self._num_decodes - len(tokens)
+            attend = _filled(attend, len(tokens))
+            rows += range(len(tokens), self._num_decodes)
         hidden = self.model.forward(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            self.cache.attend(plan),
+            torch.tensor(tokens + [0] * num_filled, device=device),
+            torch.tensor(positions + [0] * num_filled, device=device),
+            attend,
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
         for span, end in zip(spans, ends, strict=True):
@@ -49,7 +60,19 @@ class Runner:
             sequence.advance(span.num_tokens)
             self.cache.advance(sequence, span.num_tokens, self._look_ahead, prompt_ends=was_prefill and end)
         ready = [span.sequence for span, end in zip(spans, ends, strict=True) if end]
-        return ready, self.model.logits(hidden)
+        return ready, self.model.logits(hidden)[: len(ready)]
+
+    @torch.inference_mode()
+    def treats_rows_alike(self) -> bool:
+        """Tell whether a token's logits are the same to the bit at every place of a step of decodes.
+
+        So they are where a matrix product adds up each of its rows in the same order, which depends on the library.
+        """
+        count, device = self._num_decodes, self.model.device
+        ids = torch.full((count,), self.model.config.vocab_size // 2, device=device)
+        hidden = self.model.forward(ids, torch.ones_like(ids), lambda layer, q, k, v: q)
+        logits = self.model.logits(hidden)
+        return bool((logits == logits[0]).all())
 
     @torch.inference_mode()
     def peek(self, sequence: Sequence, token_ids: list[int]) -> Tensor:
@@ -67,3 +90,14 @@ class Runner:
         device = self.model.device
         positions = torch.arange(position, position + len(token_ids), device=device)
         return self.model.forward(torch.tensor(token_ids, device=device), positions, attend, rows)
+
+
+def _filled(attend: Attend, num_tokens: int) -> Attend:
+    """Let tokens behind the first `num_tokens`, which only fill a step up, attend to nothing."""
+
+    def attend_first(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(layer, q, k, v)
+        out[num_tokens:] = 0
+        return out
+
+    return attend_first

@@ -2,6 +2,10 @@
 
 A row enters in order, when its whole need is free: all pages of prompt and longest output. So nothing is ever
 preempted. A step takes one token of every decoding row first; prompt chunks fill the rest of the token budget.
+
+A matrix product rounds a row of its operand in a way that depends on how many rows there are. Where results must not
+depend on who shares the step, a step is therefore a chunk of one row, as long as the row alone would have it, or one
+token of at most `ALONE_DECODES` rows, which the runner fills up to that number.
 """
 
 from collections import deque
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 from engine.sequence import Sequence
 
 MIN_CHUNK_TOKENS = 64
+ALONE_DECODES = 16
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,13 @@ class Scheduler:
     Args:
         step_tokens: token budget of a step.
         max_sequences: the most rows running at once.
+        alone: let no row's arithmetic depend on the others.
     """
 
-    def __init__(self, step_tokens: int, max_sequences: int):
+    def __init__(self, step_tokens: int, max_sequences: int, *, alone: bool = False):
         self.step_tokens = step_tokens
         self.max_sequences = max_sequences
+        self.alone = alone
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -77,9 +84,12 @@ class Scheduler:
     def plan_step(self) -> StepPlan:
         """Choose the next step's tokens; an empty plan means that nothing runs."""
         decodes = tuple(s for s in self.running if not s.in_prefill)
-        return StepPlan(
-            decodes, plan_chunks([s for s in self.running if s.in_prefill], self.step_tokens - len(decodes))
-        )
+        prefills = [s for s in self.running if s.in_prefill]
+        if not self.alone:
+            return StepPlan(decodes, plan_chunks(prefills, self.step_tokens - len(decodes)))
+        if prefills:  # first, so that many rows decode together
+            return StepPlan((), plan_chunks(prefills[:1], self.step_tokens))
+        return StepPlan(decodes[:ALONE_DECODES], ())
 
 
 def plan_chunks(prefills: list[Sequence], budget_tokens: int) -> tuple[Chunk, ...]:

@@ -26,6 +26,7 @@ class Sequence:
     num_chunks: int = 0
     cache: Any = None  # kvcache.SequenceCache while admitted
     random: Any = None  # torch.Generator of a row that samples
+    constraint: Any = None  # engine.constraint.Constraint of a row that may not say everything
     finish_reason: FinishReason | None = None
     error_message: str | None = None
     admitted_s: float = 0.0

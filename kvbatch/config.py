@@ -1,26 +1,22 @@
-"""From a job file and its overrides to a `Job`, and from a `Job` to its fingerprint.
+"""From a job file and its overrides to a `Job`, and back.
 
 Every error names the file and line (or the -s argument), the key and the remedy.
 """
 
 import difflib
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvbatch.errors import JobFileError
+from kvbatch.extends import read_job_source
 from kvbatch.job import Job
 from kvbatch.overrides import apply_overrides
-from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar, read_source
-
-# what decides the output; engine and output decide where and how fast
-SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache")
+from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -33,7 +29,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     Raises:
         JobFileError: The file, an override or a value is wrong; all mistakes are named at once.
     """
-    source = read_source(Path(path))
+    source = read_job_source(Path(path))
     apply_overrides(source, overrides)
     expand_environment(source)
     try:
@@ -45,14 +41,6 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         return _validate(source)
     except ValidationError as error:
         raise JobFileError(_explain(source, error)) from None
-
-
-def config_hash(job: Job) -> str:
-    """Return 12 hex digits over everything in the job that decides its output."""
-    data = job.model_dump(mode="json", include=set(SEMANTIC_SECTIONS))
-    data["cache"] = asdict(job.cache.policy)  # what a preset means, not its name
-    text = json.dumps(data, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def to_yaml(job: Job) -> str:
@@ -147,17 +135,17 @@ def _set(data: Any, key: KeyPath, value: Any) -> None:
     _get(data, key[:-1])[key[-1]] = value
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    if get_origin(annotation) is Union:
-        annotation = next((a for a in get_args(annotation) if isinstance(a, type)), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def section_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of a section that may be left out, too; None for any other key."""
+    branches = (annotation, *get_args(annotation))
+    return next((a for a in branches if isinstance(a, type) and issubclass(a, BaseModel)), None)
 
 
 def _known_keys(section: KeyPath) -> list[str]:
     model: type[BaseModel] | None = Job
     for part in section:
         field = model.model_fields.get(str(part)) if model else None
-        model = _section(field.annotation) if field else None
+        model = section_model(field.annotation) if field else None
     return list(model.model_fields) if model else []
 
 

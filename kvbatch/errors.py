@@ -1,12 +1,14 @@
 """The errors a user can meet, each with the exit code that the command line answers.
 
 KvbatchError            70  internal: a rerun may succeed
-├── LimitExceeded       65  finished, but no row got an answer
+├── Skipped              0  another run of the job goes on, and that is no failure
+├── LimitExceeded       65  finished, but over a limit
 ├── InputError          66  input missing or unreadable
 ├── ModelUnavailable    69  model or device unavailable
 ├── OutputError         73  cannot write
-├── Interrupted         75  stopped by a signal or a lock; a rerun continues
+├── Interrupted         75  stopped by a signal, a deadline or a lock; a rerun continues
 └── JobFileError        78  bad job file
+    └── JobChanged      78  it is not the one whose run should be continued
 """
 
 
@@ -14,6 +16,12 @@ class KvbatchError(Exception):
     """Base of every error that carries a message meant for the user."""
 
     exit_code = 70
+
+
+class Skipped(KvbatchError):
+    """Another process runs the job, and the caller wanted to leave it at that."""
+
+    exit_code = 0
 
 
 class LimitExceeded(KvbatchError):
@@ -50,3 +58,7 @@ class JobFileError(KvbatchError):
     """The job file is wrong: unknown key, bad value, contradiction."""
 
     exit_code = 78
+
+
+class JobChanged(JobFileError):
+    """A run cannot be continued: the job, its model or its input is another one than it began with."""

@@ -55,10 +55,10 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
     Raises:
         InputError: `where` cannot be used.
     """
-    if not as_json:
-        spec = replace(spec, passthrough="all")
     corpus = Corpus(spec)
-    refused = {problem.path: problem for problem in _own_problems(corpus)}
+    # People see the kinds of all fields. Of Parquet the schema tells them, and a job need not be able to read them.
+    records = corpus if as_json else Corpus(replace(spec, passthrough="all"))
+    refused = {problem.path: problem for problem in corpus.problems()}
     known = {file.path for file in corpus.files}
     fatal = [problem for path, problem in refused.items() if path not in known]
     totals = _FileView()
@@ -67,7 +67,8 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
     for file in corpus.files:
         problem = refused.get(file.path)
         if problem is None:
-            problem = _show_file(corpus, file, totals, as_json, out)
+            reader = records if file.format == "jsonl" else corpus
+            problem = _show_file(reader, file, totals, as_json, out)
         else:
             _show_problem(problem, as_json, out)
         fatal += [problem] if problem else []
@@ -81,15 +82,9 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
         print(
             f"{totals.num_rows:,} rows, {num_rejected:,} rejected, {len(fatal):,} files unreadable", file=out
         )
-    for warning in corpus.warnings:
+    for warning in dict.fromkeys(corpus.warnings + records.warnings):
         print(f"warning: {warning}", file=err)
     return InputError.exit_code if fatal else 0
-
-
-def _own_problems(corpus: Corpus) -> list[FileProblem]:
-    """The problems of what is asked for: columns only looked at because people want to see them are not."""
-    used = replace(corpus.spec, passthrough=())
-    return Corpus(used).problems() if corpus.spec.passthrough else corpus.problems()
 
 
 def _show_file(
@@ -153,7 +148,8 @@ def _show_problem(problem: FileProblem, as_json: bool, out: TextIO) -> None:
 def _column_types(file: SourceFile, fields: FieldTypes) -> list[str]:
     if file.format == "parquet":
         with open_parquet(file) as parquet:
-            return [f"{each.name}: {each.type}" for each in parquet.schema_arrow]
+            found = [f"{each.name}: {each.type}" for each in parquet.schema_arrow]
+        return found + [f"{name}: string, from the path" for name, _ in file.partitions]
     return [
         f"{name}: {'mixed (JSON text)' if seen.as_json else seen.arrow}"
         for name, seen in fields.types().items()

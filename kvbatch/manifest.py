@@ -7,30 +7,25 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbatch import __version__
-from kvbatch.config import config_hash, to_yaml
+from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, OutputError
+from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
-from kvbatch.writer import fsync_directory, write_json, write_text
+from kvbatch.writer import atomic_file, fsync_directory, write_json, write_text
 
 MANIFEST_FORMAT = 1
+PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
 MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
-
-
-class InputFile(Protocol):
-    """What identifies an input file without reading it."""
-
-    path: Any
-    num_bytes: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,27 @@ class RunDirectory:
         return self.path / "shards"
 
     @property
+    def commits(self) -> Path:
+        """The directory of the records by which shards count; beside them, so that they are nothing but Parquet."""
+        return self.path / "commits"
+
+    def shard_file(self, number: int) -> Path:
+        """One file of the output."""
+        return self.shards / f"part-{number:05d}.parquet"
+
+    def deadletter_file(self, number: int) -> Path:
+        """The rows of a shard without an answer."""
+        return self.path / "deadletter" / f"part-{number:05d}.parquet"
+
+    def commit_file(self, number: int) -> Path:
+        """What says that a shard counts."""
+        return self.commits / f"part-{number:05d}.json"
+
+    def wal_file(self, number: int) -> Path:
+        """The finished rows of a shard that is not written yet."""
+        return self.path / "wal" / f"part-{number:05d}.arrow"
+
+    @property
     def steps(self) -> Path:
         """What the pool held, step by step; written at the end of a run of the engine."""
         return self.path / "stats" / "steps.parquet"
@@ -68,6 +84,16 @@ class RunDirectory:
     def kv_lanes(self) -> Path:
         """What every layer and head kept; written with the steps if the cache is compressed."""
         return self.path / "stats" / "kv_lanes.parquet"
+
+    @property
+    def quality(self) -> Path:
+        """What the quality guard found on its sampled rows."""
+        return self.path / "stats" / "quality.parquet"
+
+    @property
+    def page(self) -> Path:
+        """The report as a page; written at the end and by `kvbatch report`."""
+        return self.path / "report.html"
 
     @property
     def log(self) -> Path:
@@ -81,8 +107,13 @@ class RunDirectory:
 
     @property
     def is_success(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run came to a good end."""
         return (self.path / "_SUCCESS").exists()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing is left to run, whatever the end."""
+        return self.read_summary().get("status") in ("complete", "over_limits")
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the manifest.
@@ -128,6 +159,23 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
     return run
 
 
+def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
+    """Make a plan that was made before its run the plan of that run.
+
+    Raises:
+        OutputError: The run directory cannot be written.
+    """
+    try:
+        for name in ("plan.parquet", "stats/bins.parquet"):
+            with atomic_file(run.path / name) as stream, (planned.path / name).open("rb") as source:
+                shutil.copyfileobj(source, stream)
+    except FileNotFoundError as error:
+        raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
+    found = planned.read_manifest()
+    adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}
+    write_json(run.manifest, run.read_manifest() | adopted)
+
+
 def _point_latest(home: Path, run_id: str) -> None:
     temp = home / f".latest.{os.getpid()}.tmp"
     try:
@@ -168,8 +216,22 @@ def describe_model_files(spec: str) -> list[dict[str, Any]]:
     return [{"path": f.name, "num_bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats]
 
 
+def find_unfinished_run(job: Job) -> RunDirectory | None:
+    """Return the latest run if it did not come to a good end and can be read."""
+    run = _followed(Path(job.output_dir) / "latest")
+    if run.is_success:
+        return None
+    try:
+        return run if run.read_manifest()["format"] == MANIFEST_FORMAT else None
+    except (InputError, KeyError):
+        return None
+
+
 def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
-    """Return the latest run if it succeeded on this very job, input, model and version."""
+    """Return the latest run if it succeeded on this very job, input, model and version.
+
+    Files are read only where their size or time is not what it was: a touched file is the same file.
+    """
     run = _followed(Path(job.output_dir) / "latest")
     if not run.is_success:
         return None
@@ -178,14 +240,22 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
     except InputError:
         return None
     wanted = describe_run(job, files)
-    same = all(found.get(key) == wanted[key] for key in _IDENTITY)
-    return run if same and not _may_now_fit(run, found, job) else None
+    same = all(found.get(key) == wanted[key] for key in _IDENTITY) and "input_sha256" in found
+    same = same and not input_changes(found, hash_files(files, found["input_files"], found["input_sha256"]))
+    return run if same and not may_now_fit(run, found, job) else None
 
 
-_IDENTITY = ("format", "kvbatch", "config_hash", "input_files", "model_files")
+_IDENTITY = ("format", "kvbatch", "config_hash", "model_files")
 
 
-def _may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
+def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]:
+    """Say how input files, by the hash of each, differ from those of a run."""
+    known = manifest["input_sha256"]
+    lines = changes({"input files": list(known)}, {"input files": list(hashes)})
+    return lines + [f"input file {line}" for line in changes(known, hashes)]
+
+
+def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
     """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
     if manifest.get("memory_budget") == job.engine.memory_budget:
         return False

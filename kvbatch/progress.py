@@ -12,7 +12,7 @@ from kvbatch.errors import OutputError
 
 LINE_INTERVAL_S = 30.0
 BEAT_INTERVAL_S = 10.0
-PHASES_WITH_ROWS = ("planning", "running")
+PHASES_WITH_ROWS = ("planning", "judging", "running")
 
 
 class Progress:
@@ -22,7 +22,7 @@ class Progress:
 
     Args:
         stream: where to show it.
-        beat: called every ten seconds with phase, rows and tokens.
+        beat: called every ten seconds with phase, rows, tokens and the seconds that they took.
     """
 
     def __init__(self, stream: TextIO | None = None, beat: Callable[..., None] | None = None):
@@ -106,11 +106,12 @@ class Progress:
                     self._shown_s = now
                     self._line(self._figures())
                 phase, rows, tokens = self._phase, self._rows, self._tokens
+                started_s = self._started_s
             beat = self.beat  # the main thread may take it away meanwhile
             if beat and phase and now - self._beaten_s >= BEAT_INTERVAL_S:
                 self._beaten_s = now
                 with suppress(OutputError):  # a full disk is told by the shard that meets it
-                    beat(phase, rows=rows, tokens=tokens)
+                    beat(phase, rows=rows, tokens=tokens, elapsed_s=now - started_s)
 
     def _figures(self) -> str:
         elapsed_s = max(1e-6, time.monotonic() - self._started_s)

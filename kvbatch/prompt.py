@@ -7,21 +7,22 @@ placeholder is the same for every row, so its keys and values can be too.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from kvbatch.cleaning import clean
 from kvbatch.errors import JobFileError
 from kvbatch.job import LongDocumentSection, PromptSection
 from kvbatch.template import Piece, parse_template
 from kvbatch.tokens import PieceTokenizer
 
-Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt"]
+Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt", "bad_request"]
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
 REPEAT = "\n\nRepeat the previous text exactly:\n"
 
-_MARK = re.compile("\ue000kvb([0-9]+)\ue000")
+MARK = re.compile("\ue000kvb([0-9]+)\ue000")
 
 
 class PromptDocument(Protocol):
@@ -54,6 +55,8 @@ class Prompt:
     truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
     outcome: Outcome = "fits"
     message: str | None = None
+    removed_chars: int = 0  # by which prompt.clean made the document shorter
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what the row sets for itself
 
     @property
     def runs(self) -> bool:
@@ -77,6 +80,7 @@ class PromptBuilder:
 
     def __init__(self, tokenizer: Any, prompt: PromptSection):
         self._tokens = PieceTokenizer(tokenizer)
+        self._clean = prompt.clean
         chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
         pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
         head = ""
@@ -134,21 +138,29 @@ class PromptBuilder:
             policy: what to do with a document that exceeds it.
         """
         names = [part for part in self._rest if isinstance(part, str)]
-        values = [[_value(document, name) for name in names] for document in documents]
+        texts = [clean(document.text or "", self._clean) for document in documents]
+        values = [
+            [text if name == "text" else _value(document, name) for name in names]
+            for document, text in zip(documents, texts, strict=True)
+        ]
         found = iter(self._tokens.documents([value for row in values for value in row if value is not None]))
         prompts = []
-        for document, row in zip(documents, values, strict=True):
+        for document, text, row in zip(documents, texts, values, strict=True):
             filled = [next(found) if value is not None else None for value in row]
             missing = [name for name, ids in zip(names, filled, strict=True) if ids is None]
             if missing:
                 message = f"the prompt needs column {missing[0]!r}, which this row does not have"
-                prompts.append(self._refusal("missing_column", message))
+                prompt = self._refusal("missing_column", message)
+            elif not text.strip() and self._clean:
+                prompt = self._refusal("empty_prompt", "prompt.clean leaves nothing of the text")
             else:
-                prompts.append(self._assemble(document, filled, max_prompt_tokens, policy))
+                prompt = self._assemble(text, filled, max_prompt_tokens, policy)
+            removed = len(document.text or "") - len(text)
+            prompts.append(replace(prompt, removed_chars=removed) if removed else prompt)
         return prompts
 
     def _assemble(
-        self, document: PromptDocument, filled: list[Any], max_prompt_tokens: int, policy: LongDocumentSection
+        self, text: str, filled: list[Any], max_prompt_tokens: int, policy: LongDocumentSection
     ) -> Prompt:
         total = self.num_static_tokens + sum(map(len, filled))
         side = None
@@ -156,9 +168,7 @@ class PromptBuilder:
         if total > max_prompt_tokens:
             place = [part for part in self._rest if isinstance(part, str)].index("text")
             room = max_prompt_tokens - (total - len(filled[place]))
-            kept = (
-                self._cut(document.text or "", room, policy.drop) if policy.on_too_long == "truncate" else []
-            )
+            kept = self._cut(text, room, policy.drop) if policy.on_too_long == "truncate" else []
             if not kept:
                 message = (
                     f"the prompt has {total} tokens, the model's context leaves {max_prompt_tokens} to it"
@@ -197,8 +207,6 @@ class PromptBuilder:
 
 
 def _value(document: PromptDocument, name: str) -> str | None:
-    if name == "text":
-        return document.text
     if name == "id":
         return str(document.row_id)
     return document.columns.get(name)
@@ -238,7 +246,7 @@ def _render_chat(tokenizer: Any, prompt: PromptSection) -> list[Piece]:
         raise JobFileError(
             f"the model's chat template refuses the prompt ({error}); {hint}set chat: false"
         ) from error
-    parts = _MARK.split(rendered)  # text, index, text, index, …, text
+    parts = MARK.split(rendered)  # text, index, text, index, …, text
     if [int(index) for index in parts[1::2]] != list(range(len(placeholders))):
         raise JobFileError(
             "the model's chat template does not keep the prompt in one piece; set prompt.chat: false"

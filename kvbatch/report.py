@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import format_bytes
 
@@ -14,11 +15,20 @@ _SUMS = (
     "prompt_tokens",
     "completion_tokens",
     "cached_prompt_tokens",
-    "dropped_tokens",
+    "removed_chars",
     "kv_full_bytes",
     "kv_kept_bytes",
 )
-_READ = ("status", "finish_reason", "error_code", "attempts", "truncation_side", *_SUMS)
+_READ = (
+    "run_id",
+    "status",
+    "finish_reason",
+    "error_code",
+    "attempts",
+    "truncation_side",
+    "dropped_tokens",
+    *_SUMS,
+)
 _LAYERS_A_LINE = 4
 
 
@@ -28,15 +38,17 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     Args:
         measures: empty for a run that did not end.
     """
-    figures = _figures(run.shards) | _lane_figures(run.kv_lanes)
+    figures = _figures(run) | _lane_figures(run.kv_lanes)
     manifest = run.read_manifest()
     seconds = measures.get("running_s")
     full_bytes = figures["kv_full_bytes"]
     figures["kv_kept_ratio"] = figures["kv_kept_bytes"] / full_bytes if full_bytes else None
-    done = figures["prompt_tokens"] + figures["completion_tokens"]
+    # a continued run is as fast as its last session was
+    generated = measures.get("session_completion_tokens", 0)
+    done = measures.get("session_prompt_tokens", 0) + generated
     speed = {
         "tokens_per_s": done / seconds if seconds else None,
-        "generated_tokens_per_s": figures["completion_tokens"] / seconds if seconds else None,
+        "generated_tokens_per_s": generated / seconds if seconds else None,
     }
     head = {
         "job": manifest["job"],
@@ -47,7 +59,11 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
         "model": manifest["model"]["path"],
         "planned_rows": manifest.get("num_rows"),
     }
-    return head | figures | speed | measures | {"output": str(run.shards)}
+    return head | figures | speed | measures | _places(run)
+
+
+def _places(run: RunDirectory) -> dict[str, Any]:
+    return {"output": str(run.shards), "page": str(run.page) if run.page.exists() else None}
 
 
 def load_summary(path: Path) -> dict[str, Any]:
@@ -62,19 +78,23 @@ def load_summary(path: Path) -> dict[str, Any]:
     return computed | {key: value for key, value in saved.items() if key not in derived}
 
 
-def _figures(shards: Path) -> dict[str, Any]:
-    """Count rows and tokens over the shards, one at a time."""
-    counts = Counter(dict.fromkeys(("rows", "ok", "errors", "rejected", "truncated", *_SUMS), 0))
+def _figures(run: RunDirectory) -> dict[str, Any]:
+    """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not carried over."""
+    names = ("rows", "ok", "errors", "rejected", "carried", "truncated", "dropped_tokens", *_SUMS)
+    counts = Counter(dict.fromkeys(names, 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
-    for file in sorted(shards.glob("part-*.parquet")):
+    for file in committed_files(run):
         rows = _read(file)
         ran = rows.filter(rows["attempts"] > 0)
+        own = ran.filter(ran["run_id"] == run.run_id)
         statuses = _counts(rows, "status")
         counts["rows"] += len(rows)
+        counts["carried"] += (rows["run_id"] != run.run_id).sum()
         counts["truncated"] += ran["truncation_side"].count()
+        counts["dropped_tokens"] += ran["dropped_tokens"].sum()
         counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
-        counts.update({name: ran[name].sum() for name in _SUMS})
+        counts.update({name: own[name].sum() for name in _SUMS})
         reasons += _counts(ran, "finish_reason")
         codes += _counts(rows, "error_code")
     return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
@@ -123,7 +143,7 @@ def render(summary: dict[str, Any]) -> str:
     s = summary
     lines = [
         ("job", f"{s['job']}, run {s['run_id']}, {s['status']}"),
-        ("rows", f"{s['rows']:,}: {s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"),
+        ("rows", _row_counts(s)),
         (
             "tokens",
             f"{s['prompt_tokens']:,} prompt ({s['cached_prompt_tokens']:,} of them from the shared prefix), "
@@ -132,7 +152,14 @@ def render(summary: dict[str, Any]) -> str:
     ]
     if s["truncated"]:
         lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
-    if s["status"] == "complete":
+    if s["removed_chars"]:
+        lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))
+    if s.get("over_limits"):
+        lines.append(("over limits", s["over_limits"]))
+    if "wall_s" in s:
+        if s.get("continued_rows"):
+            text = f"{s['continued_rows']:,} rows were finished before; speed, times and KV are of the rest"
+            lines.append(("continued", text))
         if s["tokens_per_s"]:
             generated = f"{s['generated_tokens_per_s']:,.1f} of them generated"
             lines.append(
@@ -167,6 +194,8 @@ def render(summary: dict[str, Any]) -> str:
     if s["error_codes"]:
         lines.append(("failed by", _listed(s["error_codes"])))
     lines.append(("output", f"{s['output']}/part-*.parquet"))
+    if s["page"]:
+        lines.append(("page", s["page"]))
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
@@ -192,6 +221,11 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("by layer", f"least, median and most of its heads, {unit}"),
         *(("", "  ".join(cells[i : i + _LAYERS_A_LINE])) for i in range(0, len(cells), _LAYERS_A_LINE)),
     ]
+
+
+def _row_counts(s: dict[str, Any]) -> str:
+    text = f"{s['rows']:,}: {s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"
+    return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -2,16 +2,39 @@
 
 The corpus is read twice. The first pass plans every row; the second, window by window, submits rows in the
 plan's order and writes a shard as soon as all its rows are done. Only windows with unfinished rows are held.
+A run that was interrupted is continued: its plan stands, and the rows that it finished are not run again.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvbatch.errors import JobFileError, KvbatchError, LimitExceeded
+from kvbatch.carry import Carry, carried_by_default, check_model, find_run_of_same_rows
+from kvbatch.errors import (
+    InputError,
+    JobChanged,
+    JobFileError,
+    KvbatchError,
+    LimitExceeded,
+    ModelUnavailable,
+)
+from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
 from kvbatch.job import Job
-from kvbatch.manifest import RunDirectory, create_run, describe_run, find_same_run
+from kvbatch.limits import over_limits
+from kvbatch.lock import IfLocked, job_lock
+from kvbatch.manifest import (
+    PLAN_NAME,
+    RunDirectory,
+    adopt_plan,
+    create_run,
+    describe_run,
+    find_same_run,
+    find_unfinished_run,
+    input_changes,
+)
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog, write_heartbeat
 from kvbatch.stop import Stopper
@@ -20,10 +43,12 @@ from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, EngineStats
+    from engine.budget import Budget
     from kvbatch.corpus import Corpus, InputSpec
     from kvbatch.model import ModelHandle
     from kvbatch.plan import PlanSummary
     from kvbatch.prompt import PromptBuilder
+    from kvbatch.recovery import Recovered
 
 
 @dataclass(frozen=True)
@@ -38,16 +63,24 @@ def run_job(
     job: Job,
     *,
     new_run: bool = False,
+    resume: RunDirectory | None = None,
+    carry: Carry | None = None,
+    if_locked: IfLocked | None = None,
     stream: TextIO | None = None,
     stopper: Stopper | None = None,
+    on_run: Callable[[RunDirectory], None] = lambda run: None,
     make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
 ) -> RunOutcome:
-    """Run a job, unless its latest run did the same to the same files.
+    """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
 
     Args:
-        new_run: run it all the same.
+        new_run: begin anew in any case.
+        resume: go on with this run and no other.
+        carry: begin anew with these rows of earlier runs; as `input.incremental` says by default.
+        if_locked: what to do while another process runs the job; fail by default.
         stream: where progress is shown, stderr by default.
         stopper: holds signals back while a shard is written.
+        on_run: told the run directory once there is one.
         make_llm: makes the engine; by default the model is loaded into it.
 
     Raises:
@@ -57,13 +90,25 @@ def run_job(
 
     started_s = time.monotonic()
     corpus = Corpus(input_spec(job))
-    same = None if new_run else find_same_run(job, corpus.files)
-    if same:
-        return RunOutcome(same, is_new=False)
-    with Progress(stream) as progress:
+    home = resume.path.parent if resume else Path(job.output_dir)
+    with job_lock(home, if_locked or IfLocked()), Progress(stream) as progress:
+        done = _done_run(job, corpus, resume, carry, new_run)
+        if done:
+            return RunOutcome(done, is_new=False)
         progress.start("opening")
         runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm)
-        run = create_run(job, runner.manifest)
+        earlier = resume or (None if new_run or carry else find_unfinished_run(job))
+        if earlier and not runner.may_continue(earlier, insists=resume is not None):
+            earlier = None
+        planned = None
+        if not earlier:
+            runner.choose_rows(carry, new_run)
+            planned = runner.find_plan()
+        runner.divide_budget(earlier or planned)
+        run = earlier or create_run(job, runner.manifest)
+        if planned:
+            adopt_plan(planned, run)
+        on_run(run)
         log = RunLog(run.log)
         progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
         try:
@@ -77,6 +122,36 @@ def run_job(
             progress.beat = None
             log.close()
     return RunOutcome(run, is_new=True)
+
+
+def _done_run(
+    job: Job, corpus: "Corpus", resume: RunDirectory | None, carry: Carry | None, new_run: bool
+) -> RunDirectory | None:
+    """Return the run that leaves nothing to do, if there is one."""
+    if resume:
+        return resume if resume.is_success else None
+    if carry:
+        from kvbatch.earlier_rows import EarlierRows
+
+        return None if EarlierRows(carry).num_redone else carry.directories[0]
+    if new_run:
+        return None
+    done = find_same_run(job, corpus.files)
+    return done or (find_run_of_same_rows(job, corpus) if job.input.incremental else None)
+
+
+@contextmanager
+def opened_job(
+    job: Job, *, stream: TextIO | None = None, stopper: Stopper | None = None
+) -> "Iterator[JobRunner]":
+    """Open a job to look into it, without a run; raises as `run_job`."""
+    from kvbatch.corpus import Corpus
+
+    with Progress(stream) as progress:
+        progress.start("opening")
+        runner = JobRunner(job, Corpus(input_spec(job)), progress, stopper or Stopper(), _load_llm)
+        runner.engine_config, runner.budget = plan_memory(job, runner.model, runner.builder)
+        yield runner
 
 
 def input_spec(job: Job) -> "InputSpec":
@@ -94,17 +169,21 @@ def input_spec(job: Job) -> "InputSpec":
         limit=section.limit,
         max_row_bytes=section.max_row_bytes,
         errors=section.errors,
+        on_bad_row=section.on_bad_row,
     )
 
 
 class JobRunner:
-    """Open what a job needs, all but the weights.
+    """Open what a job needs, all but the weights; `divide_budget` completes it.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used.
-        JobFileError: Prompt, model and budget do not go together.
+        JobFileError: Prompt and model do not go together.
         InputError: An input file cannot be read.
     """
+
+    engine_config: "EngineConfig"
+    budget: "Budget"
 
     def __init__(
         self,
@@ -114,93 +193,265 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
     ):
+        import torch
+
+        from kvbatch.answers import answer_form
+        from kvbatch.chat_prompt import prompt_builder
         from kvbatch.model import open_model
-        from kvbatch.prompt import PromptBuilder
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         corpus.check()
         self.model = open_model(job.model, job.engine)
-        self.builder = PromptBuilder(self.model.tokenizer, job.prompt)
+        self.builder = prompt_builder(self.model.tokenizer, job)
         context = self.model.config.max_context
-        room = context - self.builder.num_static_tokens - job.generation.max_new_tokens
-        if room < 1:
-            raise JobFileError(
-                f"the prompt takes {self.builder.num_static_tokens:,} tokens before any document and "
-                f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
-                f"{context:,} leaves no room for a document: shorten one of them"
-            )
-        self.engine_config, self.budget = _divide_budget(job, self.model, self.builder)
-        self.manifest = describe_run(job, corpus.files) | {
+        self.answers = answer_form(job.generation, self.model)
+        check_room(job, self.builder, context)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        described = describe_run(job, corpus.files)
+        self.fingerprint = job_fingerprint(job).with_found(
+            semantic={
+                "kvbatch": described["kvbatch"],
+                "model content": self.model.revision,
+                "model dtype": dtype,
+                "tokenizer": self.model.tokenizer_hash,
+            },
+            machine={
+                "device": self.model.device,
+                "threads": torch.get_num_threads(),
+                "versions": described["versions"],
+            },
+        )
+        self._input_hashes: dict[str, str] | None = None
+        self.manifest = described | {
             "model": {
                 "path": job.model.path,
                 "revision": self.model.revision,
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "dtype": dtype,
                 "weight_quant": job.model.weight_quant,
                 "max_context": context,
             },
             "device": self.model.device,
             "prefix_tokens": len(self.builder.prefix_ids),
-            "memory_budget_bytes": self.engine_config.memory_budget_bytes,
+            "semantic": self.fingerprint.semantic,
+            "semantic_hash": digest(self.fingerprint.semantic),
+            "operational": self.fingerprint.operational,
+            "operational_hash": digest(self.fingerprint.operational),
+            "carry": Carry().to_dict(),
         }
+
+    def may_continue(self, run: RunDirectory, *, insists: bool) -> bool:
+        """Tell whether a run can be continued as this job.
+
+        Args:
+            insists: on this run; else one that ended, or holds no finished row, is left for a new one.
+
+        Raises:
+            JobChanged: It holds finished rows, and what decides the output is not what it was.
+            InputError: An input file or the run cannot be read.
+        """
+        from kvbatch.commit import finished_rows
+
+        found = run.read_manifest()
+        if "semantic" not in found:
+            if insists:
+                raise InputError(f"{run.path} is of a kvbatch that could not continue runs; run the job anew")
+            return False
+        self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
+        changed_keys = changes(found["semantic"], self.fingerprint.semantic)
+        lines = [*changed_keys, *input_changes(found, self._input_hashes)]
+        if not lines:
+            return True
+        if not insists and (run.is_ended or next(finished_rows(run), None) is None):
+            return False
+        if not insists and self.job.input.incremental and not changed_keys:
+            return False  # a new run carries over what this one finished
+        raise JobChanged(
+            f"{run.path} cannot be continued, since what decides its output changed:\n  "
+            + "\n  ".join(lines)
+            + "\n(kvbatch run --new-run starts afresh)"
+        )
+
+    def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
+        """Choose what a new run carries over.
+
+        Raises:
+            JobChanged: The model is not that of the run whose rows shall stand beside it.
+        """
+        if carry is None and self.job.input.incremental and not new_run:
+            carry = carried_by_default(self.job, self.fingerprint.semantic)
+        elif carry:
+            check_model(carry, self.fingerprint.semantic)
+        self.manifest["carry"] = (carry or Carry()).to_dict()
+
+    def divide_budget(self, earlier: RunDirectory | None) -> None:
+        """Divide the memory, as the run that is continued did: its plan stands.
+
+        Raises:
+            JobFileError: Model and budget do not go together.
+        """
+        found = earlier.read_manifest() if earlier else {}
+        if "plan" in found:
+            shard_rows = found["operational"]["output.shard_rows"]
+            output = self.job.output.model_copy(update={"shard_rows": shard_rows})
+            self.job = self.job.model_copy(update={"output": output})
+        known_bytes = None
+        if found.get("memory_budget") == self.job.engine.memory_budget:
+            known_bytes = found.get("memory_budget_bytes")
+        self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
+        self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes
+        self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
+
+    def find_plan(self) -> RunDirectory | None:
+        """Return what `kvbatch plan` left for this very job and input, if there is such a plan."""
+        planned = RunDirectory(Path(self.job.output_dir) / PLAN_NAME)
+        if Carry(**self.manifest["carry"]).runs or not planned.manifest.exists():
+            return None  # of the rows that are carried over, a plan knows nothing
+        found = planned.read_manifest()
+        fits = "plan" in found and found.get("operational") == self.fingerprint.operational
+        return planned if fits and self.may_continue(planned, insists=False) else None
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
         """Plan, load and run the job into a run directory; raises as `run_job`."""
         from kvbatch import report
         from kvbatch.shard_loop import ShardLoop
+        from kvbatch.speed import keep_speed
         from kvbatch.stats import write_stats
 
-        plan = self._plan(run)
-        log.event(
-            "planned",
-            rows=plan.num_rows,
-            running=plan.num_running,
-            outcomes=plan.outcomes,
-            bins=len(plan.bins),
-        )
+        self._guard(run, log)
+        plan, recovered = self._plan(run, log)
         llm = None
-        if plan.num_running:
+        if recovered.num_left:
             self.progress.start("loading")
             llm = self._make_llm(self.model, replace(self.engine_config, pool_pages=plan.peak_pages))
             log.event("loaded", weight_bytes=self.model.weight_bytes)
             self.progress.live = lambda: _describe(llm.stats())
         self.progress.start("running", plan.num_rows)
-        ShardLoop(self, run, log, llm).run(plan)
+        if not recovered.is_whole:
+            ShardLoop(self, run, log, llm, recovered).run(plan)
         self.progress.end()
         if llm:
             write_stats(llm.monitor, run)
+            keep_speed(self, llm.monitor.speed, self.progress.phase_s["running"])
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
-        measures = self._measures(plan, llm, seconds)
+        measures = self._measures(plan, llm, seconds) | {"continued_rows": recovered.num_finished}
+        if recovered.is_whole:  # nothing was done; what was measured when it was stays
+            measures |= {key: value for key, value in run.read_summary().items() if key in measures}
         summary = report.summarise(run, measures)
+        problem = over_limits(self.job.limits, summary)
+        if problem:
+            summary |= {"status": "over_limits", "over_limits": problem}
         write_json(run.summary, summary)
-        if summary["rows"] and not summary["ok"]:
-            raise LimitExceeded(
-                f"none of {summary['rows']:,} rows got an answer; {run.path}/deadletter has each with its reason"
-            )
+        self._write_page(run, log)
+        if problem:
+            raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
-    def _plan(self, run: RunDirectory) -> "PlanSummary":
-        from kvbatch.plan import Planner
+    def _write_page(self, run: RunDirectory, log: RunLog) -> None:
+        """Write the report; a run whose rows are safe does not fail because of it."""
+        from kvbatch.page import write_page
+
+        try:
+            write_page(run)
+        except Exception as error:
+            text = f"report.html was not written, {type(error).__name__}: {error}"
+            log.event("warning", message=text)
+            self.progress.note(f"warning: {text}; kvbatch report {run.path} writes it again")
+
+    def _guard(self, run: RunDirectory, log: RunLog) -> None:
+        """Compare the compressed cache with the full one on sampled rows, once a run, and do what the job says.
+
+        Raises:
+            LimitExceeded: It does not keep a limit, and the job is to fail then.
+        """
+        guard = self.job.quality_guard
+        if not guard or not self.job.cache.policy.compresses:
+            return
+        found = run.read_manifest().get("quality")
+        if found is None:
+            from kvbatch.quality import guard_run
+
+            self.progress.start("judging", guard.sample)
+            verdict = guard_run(self, run)
+            found = asdict(verdict)
+            log.event("judged", **found)
+            self.progress.note(f"quality: {verdict}")
+            write_json(run.manifest, run.read_manifest() | {"quality": found})
+        self.manifest["quality"] = found
+        if not found["problems"]:
+            return
+        problem = "the compressed cache does not keep quality_guard: " + " and ".join(found["problems"])
+        if guard.action == "fail":
+            raise LimitExceeded(
+                f"{problem}; choose a milder cache (kvbatch tune finds one), other limits, or action: warn"
+            )
+        if guard.action == "fallback_full":
+            problem += "; the job runs with the full cache"
+            full = self.job.cache.model_validate({"preset": "none"})
+            self.job = self.job.model_copy(update={"cache": full})
+            self.divide_budget(run)
+        self.progress.note(f"warning: {problem}")
+
+    def _plan(self, run: RunDirectory, log: RunLog) -> tuple["PlanSummary", "Recovered"]:
+        """Plan the run, or read the plan it has and what was finished by it."""
+        from kvbatch.plan import PlanSummary
+        from kvbatch.recovery import recover
 
         self.progress.start("planning")
-        planner = Planner(self.job, self.builder, self.budget, self.model.config.max_context)
+        manifest = run.read_manifest()
+        if "plan" not in manifest:
+            plan = self.make_plan(run)
+            log.event(
+                "planned",
+                rows=plan.num_rows,
+                running=plan.num_running,
+                carried=plan.num_carried,
+                outcomes=plan.outcomes,
+                bins=len(plan.bins),
+            )
+            return plan, recover(run)
+        plan, recovered = PlanSummary.load(run.path, manifest["plan"]), recover(run)
+        log.event("continued", finished=recovered.num_finished, left=recovered.num_left)
+        self.progress.note(
+            f"continuing {run.path}: {recovered.num_finished:,} of {plan.num_running:,} rows are finished"
+        )
+        if not recovered.is_whole:
+            for _ in self.corpus.documents():  # the output's types are known after a whole pass
+                pass
+        return plan, recovered
+
+    def make_plan(self, run: RunDirectory, known_tokens: Mapping[str, int] | None = None) -> "PlanSummary":
+        """Plan the corpus into a directory.
+
+        Args:
+            known_tokens: see `Planner`.
+
+        Raises:
+            JobFileError: The prompt uses a column that the input does not have.
+            InputError: An input file cannot be read.
+            OutputError: The directory cannot be written.
+        """
+        from kvbatch.earlier_rows import EarlierRows
+        from kvbatch.plan import Planner
+
+        carry = Carry.of(run)
+        earlier = EarlierRows(carry) if carry.runs else None
+        context = self.model.config.max_context
+        planner = Planner(self.job, self.builder, self.budget, context, earlier, known_tokens)
         plan = planner.write(self.corpus.documents(), run.path, self.progress.advance)
         for warning in self.corpus.warnings:
             self.progress.note(f"warning: {warning}")
-        names = self.corpus.passthrough_schema.names
-        for key in ("template", "system"):
-            for name in column_names(getattr(self.job.prompt, key) or ""):
-                if plan.num_rows and name not in names:
-                    raise JobFileError(
-                        f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
-                    )
+        if plan.num_rows:
+            check_prompt_columns(self.job, self.corpus.passthrough_schema.names)
         planned = {
+            "plan": plan.figures(),
             "num_rows": plan.num_rows,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
+            "carry": carry.to_dict(),
         }
         write_json(run.manifest, self.manifest | {"run_id": run.run_id} | planned)
         return plan
@@ -213,6 +464,8 @@ class JobRunner:
             "planning_s": seconds["planning"],
             "loading_s": seconds.get("loading", 0.0),
             "running_s": seconds["running"],
+            "session_prompt_tokens": stats.prompt_tokens if stats else 0,
+            "session_completion_tokens": stats.completion_tokens if stats else 0,
             "kv_peak_bytes_predicted": plan.predicted_kv_peak_bytes,
             "kv_peak_bytes_measured": stats.kv_peak_bytes if stats else 0,
             "kv_mean_bytes": stats.kv_mean_bytes if stats else 0,
@@ -227,7 +480,42 @@ class JobRunner:
         }
 
 
-def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> tuple["EngineConfig", Any]:
+def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
+    """Prove that the model's context holds more than what all prompts share and the answer.
+
+    Raises:
+        JobFileError: It does not.
+    """
+    if builder.num_static_tokens + job.generation.max_new_tokens >= context:
+        raise JobFileError(
+            f"the prompt takes {builder.num_static_tokens:,} tokens before any document and "
+            f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
+            f"{context:,} leaves no room for a document: shorten one of them"
+        )
+
+
+def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
+    """Prove that the input has the columns that the prompt uses.
+
+    Raises:
+        JobFileError: It does not.
+    """
+    for key in ("template", "system"):
+        for name in column_names(getattr(job.prompt, key) or ""):
+            if name not in names:
+                raise JobFileError(
+                    f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
+                )
+
+
+def plan_memory(
+    job: Job, model: "ModelHandle", builder: "PromptBuilder", known_bytes: int | None = None
+) -> tuple["EngineConfig", "Budget"]:
+    """Return the engine's configuration and what it makes of the memory: so many bytes, or as the job says.
+
+    Raises:
+        JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
+    """
     from engine import EngineConfig
     from engine.budget import divide_budget
     from engine.errors import BudgetError
@@ -235,14 +523,14 @@ def _divide_budget(job: Job, model: "ModelHandle", builder: "PromptBuilder") -> 
 
     try:
         config = EngineConfig(
-            memory_budget_bytes=resolve_budget(
-                job.engine.memory_budget, model.device, reserved_bytes=model.weight_bytes
-            ),
+            memory_budget_bytes=known_bytes
+            or resolve_budget(job.engine.memory_budget, model.device, reserved_bytes=model.weight_bytes),
             step_tokens=job.engine.step_tokens,
             max_sequences=job.engine.max_sequences,
             cache=job.cache.policy,
             repeat_token_ids=tuple(builder.repeat_ids),
             calibration_token_ids=tuple(builder.calibration_ids),
+            deterministic=job.engine.deterministic,
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
@@ -258,5 +546,18 @@ def _describe(stats: "EngineStats") -> str:
 def _load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":
     from engine import LLM
     from engine.detokenizer import Detokenizer
+    from engine.errors import EngineError
+    from engine.memory import is_out_of_memory
 
-    return LLM(model.load(), config, Detokenizer(model.tokenizer))
+    decoder = model.decoder
+    try:
+        return LLM(decoder, config, Detokenizer(model.tokenizer))
+    except EngineError as error:
+        raise ModelUnavailable(f"model {model.section.path}: {error}") from error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelUnavailable(
+            f"the memory for keys and values cannot be had on {model.device} ({error}); give "
+            "engine.memory_budget less"
+        ) from error

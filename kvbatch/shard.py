@@ -1,32 +1,37 @@
-"""One open window of the run: its rows, their results, and the Parquet files they become."""
+"""One open window of the run: its rows, what became of them, and the Parquet files they become."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from kvbatch.errors import InputError
+from kvbatch.manifest import RunDirectory
+from kvbatch.memory_ladder import DEAD_LETTER
 from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
     from engine import Result
+    from kvbatch.answers import AnswerForm
     from kvbatch.corpus import Document
 
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),  # the same, proved to be of generation.json_schema
     pa.field("kvb_status", pa.string()),  # ok | rejected | error
     pa.field("kvb_finish_reason", pa.string()),  # stop | length | repetition | error
     pa.field("kvb_error_code", pa.string()),
     pa.field("kvb_error_message", pa.string()),
     pa.field("kvb_attempts", pa.int32()),
+    pa.field("kvb_oom_steps", pa.string()),  # what was tried when memory ran out, see `MemoryLadder`
     pa.field("kvb_prompt_tokens", pa.int64()),
     pa.field("kvb_completion_tokens", pa.int64()),
     pa.field("kvb_cached_prompt_tokens", pa.int64()),
     pa.field("kvb_dropped_tokens", pa.int64()),
     pa.field("kvb_truncation_side", pa.string()),
+    pa.field("kvb_removed_chars", pa.int64()),  # by prompt.clean
     pa.field("kvb_n_chunks", pa.int32()),
     pa.field("kvb_kv_full_bytes", pa.int64()),
     pa.field("kvb_kv_kept_bytes", pa.int64()),
@@ -44,6 +49,7 @@ INPUT_FIELDS = [
     pa.field("kvb_input_file", pa.string()),
     pa.field("kvb_input_row", pa.int64()),
     pa.field("kvb_input_text", pa.string()),
+    pa.field("kvb_input_raw", pa.large_binary()),  # a row that could not be read, as it stands in the file
 ]
 
 
@@ -61,6 +67,10 @@ class OpenShard:
         number: of the shard.
         documents: the window's rows, read again.
         rows: the same rows in the plan.
+        job_seed: what each row's seed is made from.
+        common: output columns that all rows of the run share.
+        answers: the form that answers must have.
+        finished: output columns by place in the window, of the rows that have run.
 
     Raises:
         InputError: The two are not the same rows: the input changed since it was planned.
@@ -69,7 +79,10 @@ class OpenShard:
     number: int
     documents: Sequence["Document"]
     rows: Sequence[dict[str, Any]]
-    results: dict[int, "Result"] = field(default_factory=dict)  # by place in the window
+    job_seed: int
+    common: Mapping[str, Any]
+    answers: "AnswerForm | None" = None
+    finished: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.documents) != len(self.rows):
@@ -83,29 +96,53 @@ class OpenShard:
                     f"the input changed while the job ran: {document.file}, row {document.row} is not the "
                     "one that was planned; run the job again"
                 )
-        self.running = sorted(
-            (i for i, row in enumerate(self.rows) if row["status"] == "ok"), key=self._order
-        )
+        left = (i for i, row in enumerate(self.rows) if row["status"] == "ok" and i not in self.finished)
+        self.running = sorted(left, key=self._order)
+        self._num_left = len(self.running)
 
     def _order(self, place: int) -> int:
         return self.rows[place]["order"]
 
     @property
     def is_done(self) -> bool:
-        """Whether every row that runs has its result."""
-        return len(self.results) == len(self.running)
+        """Whether every row that runs has ended."""
+        return not self._num_left
 
-    def output_rows(self, job_seed: int, run_id: str, config_hash: str) -> list[dict[str, Any]]:
+    def finish(
+        self, place: int, result: "Result", oom_steps: Sequence[str] = (), num_retries: int = 0
+    ) -> dict[str, Any]:
+        """Take a row's result; return its output columns.
+
+        Args:
+            oom_steps: what was done before, since memory ran out.
+            num_retries: how often it failed before, for another reason.
+        """
+        assert place not in self.finished, "a row ends once"
+        gave_up = DEAD_LETTER in oom_steps
+        columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
+        if self.answers and result.finish_reason != "error":
+            columns |= self.answers.judge(result.text)
+        columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
+        columns["kvb_oom_steps"] = ",".join(oom_steps) or None
+        self.finished[place] = self._planned(place) | columns
+        self._num_left -= 1
+        return self.finished[place]
+
+    def carry(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""
+        for place, row in rows.items():
+            self.finished[place] = {**row, "kvb_shard": self.number, "kvb_bin": None}
+
+    def output_rows(self) -> list[dict[str, Any]]:
         """Return the output columns of all rows, in input order."""
-        common = {"kvb_run_id": run_id, "kvb_config_hash": config_hash, "kvb_shard": self.number}
-        rows = []
-        for place, planned in enumerate(self.rows):
-            result = self.results.get(place)
-            row = common | _planned_columns(planned) | (_result_columns(result) if result else {})
-            rows.append(row | {"kvb_seed": row_seed(job_seed, planned["row_id"])})
-        return rows
+        return [self.finished.get(place) or self._planned(place) for place in range(len(self.rows))]
 
-    def write(self, keys: pa.Table, rows: list[dict[str, Any]], run_dir: Path) -> None:
+    def _planned(self, place: int) -> dict[str, Any]:
+        planned = self.rows[place]
+        seed = row_seed(self.job_seed, planned["row_id"])
+        return self.common | _planned_columns(planned) | {"kvb_shard": self.number, "kvb_seed": seed}
+
+    def write(self, keys: pa.Table, rows: list[dict[str, Any]], run: RunDirectory) -> None:
         """Write the shard, and before it a copy of its failed rows with their input to the dead letters.
 
         Args:
@@ -114,7 +151,6 @@ class OpenShard:
         Raises:
             OutputError: The run directory cannot be written.
         """
-        name = f"part-{self.number:05d}.parquet"
         table = _join(keys, pa.Table.from_pylist(rows, pa.schema(OUTPUT_FIELDS)))
         failed = [i for i, row in enumerate(rows) if row["kvb_status"] != "ok"]
         if failed:
@@ -123,12 +159,13 @@ class OpenShard:
                     "kvb_input_file": self.documents[i].file,
                     "kvb_input_row": self.documents[i].row,
                     "kvb_input_text": _storable(self.documents[i].text),
+                    "kvb_input_raw": self.documents[i].raw,
                 }
                 for i in failed
             ]
             letters = _join(table.take(failed), pa.Table.from_pylist(inputs, pa.schema(INPUT_FIELDS)))
-            write_table(letters, run_dir / "deadletter" / name)
-        write_table(table, run_dir / "shards" / name)
+            write_table(letters, run.deadletter_file(self.number))
+        write_table(table, run.shard_file(self.number))
 
 
 def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -141,16 +178,16 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
         "kvb_prompt_tokens": row["prompt_tokens"],
         "kvb_dropped_tokens": row["dropped_tokens"],
         "kvb_truncation_side": row["truncation_side"],
+        "kvb_removed_chars": row["removed_chars"],
         "kvb_bin": row["bin"],
     }
 
 
-def _result_columns(result: "Result") -> dict[str, Any]:
+def _result_columns(result: "Result", error_code: str) -> dict[str, Any]:
     failed = result.finish_reason == "error"
     columns = {
         "output": None if failed else result.text,
         "kvb_finish_reason": result.finish_reason,
-        "kvb_attempts": 1,
         "kvb_prompt_tokens": result.prompt_tokens,
         "kvb_completion_tokens": result.completion_tokens,
         "kvb_cached_prompt_tokens": result.cached_prompt_tokens,
@@ -165,7 +202,7 @@ def _result_columns(result: "Result") -> dict[str, Any]:
     if failed:
         columns |= {
             "kvb_status": "error",
-            "kvb_error_code": "engine",
+            "kvb_error_code": error_code,
             "kvb_error_message": result.error_message,
         }
     return columns

@@ -1,15 +1,23 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
-from kvbatch.config import config_hash
+from kvbatch.carry import Carry
+from kvbatch.commit import commit_shard
+from kvbatch.earlier_rows import copy_rows
 from kvbatch.errors import InputError
+from kvbatch.fingerprint import config_hash
+from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory
+from kvbatch.memory_ladder import MemoryLadder
 from kvbatch.plan import PlanSummary, read_plan, windows
+from kvbatch.recovery import Recovered
 from kvbatch.runlog import RunLog
-from kvbatch.shard import OpenShard, row_seed
+from kvbatch.shard import OUTPUT_FIELDS, OpenShard, row_seed
+from kvbatch.wal import WriteAheadFile
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -19,40 +27,78 @@ PROMPT_BATCH = 32  # prompts made ahead of the engine
 
 
 class ShardLoop:
-    """Feed the engine from the second pass, and write shards as their rows end."""
+    """Feed the engine from the second pass, and write shards as their rows end.
 
-    def __init__(self, runner: "JobRunner", run: RunDirectory, log: RunLog, llm: "LLM | None"):
+    A row is in the write-ahead file of its shard as soon as it has ended. What was recovered is not run again.
+    """
+
+    def __init__(
+        self, runner: "JobRunner", run: RunDirectory, log: RunLog, llm: "LLM | None", recovered: Recovered
+    ):
         self._runner, self._run, self._log, self._llm = runner, run, log, llm
+        self._recovered = recovered
         self._job = runner.job
+        self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
-        self._end_ids = () if self._job.generation.ignore_eos else _turn_end(runner.model.tokenizer)
+        self._write_ahead: dict[int, WriteAheadFile] = {}
+        self._carry = Carry.of(run)
+        self._failures: Counter[int] = Counter()  # of rows that are tried again, by request id
+        self._to_retry: list[int] = []
 
     def run(self, plan: PlanSummary) -> None:
-        """Run every planned row.
+        """Run every planned row that was not recovered.
 
         Raises:
             InputError: The input is not what was planned.
             OutputError: The run directory cannot be written.
         """
-        requests = self._requests(plan)
-        if self._llm is None:
-            for _ in requests:
-                raise AssertionError("a row wants to run, but the plan has none")
-        else:
-            for result in self._llm.generate(drained_before(requests, plan.peak_row)):
-                self._finish(result)
-        assert not self._open, "the engine kept rows to itself"
+        requests = self._with_retries(drained_before(self._requests(plan), plan.peak_row))
+        try:
+            if self._llm is None:
+                assert not any(requests), "a row wants to run, but the plan has none"
+            else:
+                for result, oom_steps in MemoryLadder(self._llm, self._note_oom).generate(requests):
+                    self._finish(result, oom_steps)
+            assert not self._open, "the engine kept rows to itself"
+        finally:
+            for file in self._write_ahead.values():
+                file.close()
 
-    def _finish(self, result: Result) -> None:
+    def _finish(self, result: Result, oom_steps: Sequence[str]) -> None:
         number, place = divmod(result.request_id, self._job.output.shard_rows)
         shard = self._open[number]
-        shard.results[place] = result
+        num_failures = self._failures[result.request_id]
+        if result.finish_reason == "error" and not oom_steps and num_failures < self._job.limits.row_retries:
+            self._failures[result.request_id] += 1
+            self._to_retry.append(result.request_id)
+            self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
+            return
+        with self._runner.stopper.shield():
+            row = shard.finish(place, result, oom_steps, num_failures)
+            self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
             row_id = shard.rows[place]["row_id"]
             self._log.event("row failed", row_id=row_id, message=result.error_message)
         if shard.is_done:
             self._commit(shard)
+
+    def _with_retries(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """Add the rows that failed, soon after they did, so that their shards need not stay open for long."""
+        for request in requests:
+            yield request
+            yield from self._retries()
+        if self._job.limits.row_retries:
+            yield None  # the last rows end before it is known whether they failed
+            while self._to_retry:
+                yield from self._retries()
+                yield None
+
+    def _retries(self) -> Iterator[Request]:
+        for request_id in list(self._to_retry):
+            self._to_retry.remove(request_id)
+            number, place = divmod(request_id, self._job.output.shard_rows)
+            yield from self._build(self._open[number], [place])
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
@@ -61,8 +107,23 @@ class ShardLoop:
         for number, documents in enumerate(
             windows(self._runner.corpus.documents(), self._job.output.shard_rows)
         ):
-            shard = OpenShard(number, documents, next(rows, []))
+            planned = next(rows, [])
+            if number in self._recovered.committed:
+                self._runner.progress.advance(len(documents), 0)
+                continue
+            finished = self._recovered.rows.pop(number, {})
+            shard = OpenShard(
+                number,
+                documents,
+                planned,
+                self._job.generation.seed,
+                self._common,
+                self._runner.answers,
+                finished,
+            )
+            self._carry_over(shard)
             self._open[number] = shard
+            self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
             if shard.is_done:
                 self._commit(shard)
@@ -72,38 +133,51 @@ class ShardLoop:
                 "the input changed while the job ran: it has fewer rows than were planned; run it again"
             )
 
+    def _carry_over(self, shard: OpenShard) -> None:
+        places = {
+            place: (row["carried_run"], row["carried_index"])
+            for place, row in enumerate(shard.rows)
+            if row["status"] == "carried"
+        }
+        if places:
+            shard.carry(dict(zip(places, copy_rows(self._carry, list(places.values())), strict=True)))
+
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
+        for start in range(0, len(shard.running), PROMPT_BATCH):
+            yield from self._build(shard, shard.running[start : start + PROMPT_BATCH])
+
+    def _build(self, shard: OpenShard, places: Sequence[int]) -> Iterator[Request]:
         first = shard.number * self._job.output.shard_rows
         planner_limit = self._runner.model.config.max_context - self._job.generation.max_new_tokens
-        for start in range(0, len(shard.running), PROMPT_BATCH):
-            places = shard.running[start : start + PROMPT_BATCH]
-            prompts = self._runner.builder.build_batch(
-                [shard.documents[place] for place in places], planner_limit, self._job.long_document
+        prompts = self._runner.builder.build_batch(
+            [shard.documents[place] for place in places], planner_limit, self._job.long_document
+        )
+        for place, prompt in zip(places, prompts, strict=True):
+            assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
+            sampling = sampling_params(
+                self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"], prompt.sampling
             )
-            for place, prompt in zip(places, prompts, strict=True):
-                assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], (
-                    "a prompt differs from its plan"
-                )
-                sampling = self._sampling(shard.rows[place]["row_id"])
-                yield Request(
-                    first + place,
-                    prompt.token_ids,
-                    sampling,
-                    prompt.prefix_tokens,
-                    self._runner.builder.probe_ids,
-                )
-
-    def _sampling(self, row_id: str) -> SamplingParams:
-        values = self._job.generation.model_dump()
-        values["stop_token_ids"] = (*values["stop_token_ids"], *self._end_ids)
-        return SamplingParams(**values | {"seed": row_seed(self._job.generation.seed, row_id)})
+            yield Request(
+                first + place,
+                prompt.token_ids,
+                sampling,
+                prompt.prefix_tokens,
+                self._runner.builder.probe_ids,
+                self._runner.answers and self._runner.answers.constraint,
+            )
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
-            rows = shard.output_rows(self._job.generation.seed, self._run.run_id, config_hash(self._job))
-            shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run.path)
+            rows = shard.output_rows()
+            shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
+            self._write_ahead.pop(shard.number).close()
+            commit_shard(self._run, shard.number)
             del self._open[shard.number]
         self._log.event("shard written", shard=shard.number, rows=len(rows))
+
+    def _note_oom(self, step: str, requests: Sequence[Request]) -> None:
+        self._runner.progress.note(f"memory ran out: {step.replace('_', ' ')} for {len(requests):,} rows")
+        self._log.event("out of memory", step=step, rows=len(requests))
 
 
 def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
@@ -118,6 +192,12 @@ def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Req
         yield request
 
 
-def _turn_end(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token that ends a turn, which is not always among those of generation_config.json."""
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+def sampling_params(job: Job, tokenizer: Any, row_id: str, own: Mapping[str, Any]) -> SamplingParams:
+    """Return how one row is generated, `own` being what it sets for itself.
+
+    The token that ends a turn, which is not always among those of generation_config.json, stops it as well.
+    """
+    values = job.generation.model_dump(exclude={"json_schema", "choices"}) | dict(own)
+    if tokenizer.eos_token_id is not None and not job.generation.ignore_eos:
+        values["stop_token_ids"] = (*values["stop_token_ids"], tokenizer.eos_token_id)
+    return SamplingParams(**values | {"seed": row_seed(job.generation.seed, row_id)})

@@ -5,10 +5,16 @@ Control tokens are parsed in the first and are plain text in the second, so that
 
 import json
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvbatch.errors import ModelUnavailable
+
+# A tokenizer takes up to 300 bytes a character while it works (hex digits; 85 for prose), 40 GB for a row of 125 MB.
+WHOLE_CHARS = 4_000_000  # of a text that is tokenised at once
+PIECE_CHARS = 1_000_000  # of the pieces of a longer one
+SPACE_CHARS = 1_000  # of a piece's end in which white space is looked for
 
 
 class PieceTokenizer:
@@ -65,21 +71,37 @@ class PieceTokenizer:
         """Tokenise one of our own later pieces, its control tokens parsed."""
         return self._markup.encode(text, add_special_tokens=False).ids
 
-    def documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise foreign texts, all of them plain text whatever they spell."""
-        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
-        found = [encoding.ids for encoding in encodings]
-        return [
-            ids if self.control_ids.isdisjoint(ids) else self.document_with_ends(text)[0]
-            for text, ids in zip(texts, found, strict=True)
-        ]
+    def documents(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """Tokenise foreign texts, all of them plain text whatever they spell.
 
-    def document_with_ends(self, text: str) -> tuple[list[int], list[bool]]:
+        A text of more than `WHOLE_CHARS` is tokenised in pieces, to take memory of a small multiple of its own.
+        """
+        whole = [text for text in texts if len(text) <= WHOLE_CHARS]
+        encodings = iter(self._plain.encode_batch_fast(whole, add_special_tokens=False))
+        found: list[Sequence[int]] = []
+        for text in texts:
+            if len(text) > WHOLE_CHARS:
+                found.append(
+                    array("I", (token for piece in _pieces(text) for token in self.documents([piece])[0]))
+                )
+                continue
+            ids = next(encodings).ids
+            found.append(ids if self.control_ids.isdisjoint(ids) else self.document_with_ends(text)[0])
+        return found
+
+    def document_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[bool]]:
         """Tokenise one foreign text.
 
         Returns:
             ids, and for each whether the text may be cut after it without splitting a character.
         """
+        if len(text) > WHOLE_CHARS:
+            all_ids, all_ends = array("I"), bytearray()
+            for piece in _pieces(text):
+                piece_ids, ends = self.document_with_ends(piece)
+                all_ids.extend(piece_ids)
+                all_ends.extend(ends)
+            return all_ids, all_ends
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
@@ -92,6 +114,18 @@ class PieceTokenizer:
             start = end
         follows = [a for a, _ in offsets[1:]] + [len(text)]
         return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text, before white space where there is some: a space goes with the word that follows it."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        last = start + PIECE_CHARS
+        end = max(text.rfind(space, last - SPACE_CHARS, last) for space in " \n")
+        end = end if end > start else last
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _is_control(content: str, chat_template: str) -> bool:

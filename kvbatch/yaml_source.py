@@ -38,6 +38,7 @@ class Source:
     path: Path
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    files: dict[KeyPath, Path] = field(default_factory=dict)  # of keys from a file that this one extends
     overrides: dict[KeyPath, str] = field(default_factory=dict)  # key -> the -s argument that set it
     expanded: set[KeyPath] = field(default_factory=set)  # values that came from the environment
 
@@ -47,7 +48,7 @@ class Source:
             if key in self.overrides:
                 return f"-s {self.overrides[key]}"
             if key in self.lines:
-                return f"{self.path}:{self.lines[key]}"
+                return f"{self.files.get(key, self.path)}:{self.lines[key]}"
             key = key[:-1]
         return str(self.path)
 

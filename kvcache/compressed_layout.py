@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from kvcache.config import KVCacheConfig
+from kvcache.layout import CacheLayout
 from kvcache.page_format import UNIT_BYTES, PageFormat
 
 TIER_PAGE_TOKENS = 64
@@ -61,6 +62,13 @@ class CompressedLayout:
                 self.config.two_axis,
             )
             for tier in self.config.resolved_tiers
+        )
+
+    @property
+    def uncompressed(self) -> CacheLayout:
+        """The same model's layout where nothing is compressed."""
+        return CacheLayout(
+            self.num_layers, self.num_kv_heads, self.head_dim, self.element_bytes, self.config.page_tokens
         )
 
     @property

@@ -27,6 +27,11 @@ class CacheLayout:
     page_tokens: int = 64
 
     @property
+    def uncompressed(self) -> "CacheLayout":
+        """The layout where nothing is compressed: this one."""
+        return self
+
+    @property
     def num_lanes(self) -> int:
         return self.num_layers * self.num_kv_heads
 

@@ -26,7 +26,7 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
-from engine.sequence import Sequence
+from engine.teacher_forcing import Reading, reading
 from kvbatch.prompt import REPEAT
 from kvcache.config import KVCacheConfig
 
@@ -101,73 +101,51 @@ def make_cases(kind: str, path: str, tokenizer, args: argparse.Namespace) -> lis
     return cases[args.skip :]
 
 
-class Reader:
-    """Read contexts under one policy and look at what the model then expects."""
-
-    def __init__(self, model, tokenizer, config: KVCacheConfig, args: argparse.Namespace):
-        budget = int(args.memory_gib * (1 << 30))
-        engine = EngineConfig(
-            budget,
-            step_tokens=args.step_tokens,
-            cache=config,
-            repeat_token_ids=tuple(tokenizer.encode(REPEAT, add_special_tokens=False)),
-            calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
-        )
-        self.llm = LLM(model, engine, Detokenizer(tokenizer))
-
-    def read(self, case: Case, probe: list[int] | None = None) -> Sequence:
-        """Prefill a context and stop where its first token would be chosen."""
-        llm = self.llm
-        request = Request(
-            0, case.context, SamplingParams(max_new_tokens=1), probe_token_ids=tuple(probe or ())
-        )
-        sequence = Sequence(request, llm.budget.layout.sequence_pages(len(case.context) + 1))
-        sequence.cache = llm.cache.open(sequence.num_pages, len(case.context) + 1, None)
-        llm.scheduler.running.append(sequence)
-        while sequence.in_prefill:
-            _, self.next_logits = llm.runner.execute(llm.scheduler.plan_step())
-        return sequence
-
-    def log_probs(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
-        """Return float32 log-probabilities `[len(tokens), V]` that predict each of `tokens`."""
-        logits = self.llm.runner.peek(sequence, tokens)
-        return torch.cat([self.next_logits[-1:], logits[:-1]]).log_softmax(-1)
-
-    def close(self, sequence: Sequence) -> None:
-        """Forget the context."""
-        self.llm.scheduler.finish(sequence)
-        sequence.cache.free()
-        self.llm.cache.check()
+def make_llm(model, tokenizer, config: KVCacheConfig, args: argparse.Namespace) -> LLM:
+    """Return an engine under one policy."""
+    encode = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    engine = EngineConfig(
+        int(args.memory_gib * (1 << 30)),
+        step_tokens=args.step_tokens,
+        cache=config,
+        repeat_token_ids=encode(REPEAT),
+        calibration_token_ids=encode(calibration_text()),
+    )
+    return LLM(model, engine, Detokenizer(tokenizer))
 
 
-def answer_nll(reader: Reader, sequence: Sequence, question: list[int], answer: list[int]) -> float:
+def read(llm: LLM, case: Case, probe: list[int] | None = None):
+    """Read a case's context; see `reading`."""
+    sampling = SamplingParams(max_new_tokens=1)
+    return reading(llm, Request(0, case.context, sampling, probe_token_ids=tuple(probe or ())))
+
+
+def answer_nll(context: Reading, question: list[int], answer: list[int]) -> float:
     """Return the mean NLL of an answer's tokens after its question."""
-    probs = reader.log_probs(sequence, question + answer)[len(question) :]
+    probs = context.log_probs(question + answer)[len(question) :]
     return -float(probs.gather(1, torch.tensor(answer)[:, None]).mean())
 
 
-def measure(reader: Reader, case: Case, known: bool, reference: dict | None) -> dict:
+def measure(llm: LLM, case: Case, known: bool, reference: dict | None) -> dict:
     """Return a case's figures, the reference's own (with its log-probabilities) if there is none to compare with."""
-    sequence = reader.read(case)
     target = torch.tensor(case.continuation)
-    probs = reader.log_probs(sequence, case.continuation)
-    figures = {
-        "nll": -float(probs.gather(1, target[:, None]).mean()),
-        "answers": [answer_nll(reader, sequence, question, answer) for question, answer in case.questions],
-        "bytes": sequence.cache.kept_bytes,
-    }
+    with read(llm, case) as context:
+        probs = context.log_probs(case.continuation)
+        figures = {
+            "nll": -float(probs.gather(1, target[:, None]).mean()),
+            "answers": [answer_nll(context, question, answer) for question, answer in case.questions],
+            "bytes": context.kept_bytes,
+        }
     if reference is None:
         figures["probs"] = probs.half()
     else:
         full = reference["probs"].float()
         figures["kl"] = float((full.exp() * (full - probs)).sum(-1).mean())
         figures["top1"] = float((full.argmax(-1) == probs.argmax(-1)).float().mean())
-    reader.close(sequence)
     if known:
         question, answer = case.questions[0]
-        sequence = reader.read(case, probe=question)
-        figures["needle_known"] = answer_nll(reader, sequence, question, answer)
-        reader.close(sequence)
+        with read(llm, case, probe=question) as context:
+            figures["needle_known"] = answer_nll(context, question, answer)
     return figures
 
 
@@ -203,16 +181,16 @@ def main() -> None:
     cases = [c for item in args.data for c in make_cases(*item.split("=", 1), tokenizer, args)]
     if not cases:
         parser.error(f"no document has {args.context + args.continuation:,} tokens")
-    full = Reader(model, tokenizer, KVCacheConfig(), args)
+    full = make_llm(model, tokenizer, KVCacheConfig(), args)
     references = [measure(full, case, False, None) for case in tqdm(cases, desc="full")]
     bf16_ratio = 2 / model.dtype.itemsize  # the full cache in bf16, whatever the model runs in
     del full
     summary = {}
     for name, config in policies.items():
-        reader = Reader(model, tokenizer, config, args)
+        llm = make_llm(model, tokenizer, config, args)
         rows = []
         for case, reference in zip(cases, tqdm(references, desc=name), strict=True):
-            figures = measure(reader, case, not args.no_known, reference)
+            figures = measure(llm, case, not args.no_known, reference)
             rows.append(
                 {
                     "kind": case.kind,

@@ -54,7 +54,7 @@ class LayerPages:
             distance=distance,
             num_threads=torch.get_num_threads(),
         )
-        return out.to(q.dtype), largest
+        return out, largest
 
 
 def attend_chunk(

@@ -1,7 +1,7 @@
 """Attention on CPU: compiled kernels that read pages in place, or torch's own where nothing can be compiled.
 
-For a chunk of 437 tokens against 3,500 to 7,000 (float32, two AVX2 cores) torch's fused kernel reaches about 100
-GFLOP/s here, the compiled one about 140; a decode step reads pages at 5 and 12 GB/s a core.
+A chunk of 256 tokens against 7,000 (float32, an AVX2 core): torch's fused kernel reaches 50 GFLOP/s here, the compiled
+one 67; a decode step reads pages at 7 and 13 GB/s a core. `benchmarks/kernels.md` has them all.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class CPUAttention:
         kernels = compiled_kernels(q.shape[2])
         if kernels is None:
             return attend_apart(layer, q, k, v, cache)
-        out, lse = kernels.prefill_attention_pool(
+        return kernels.prefill_attention_pool(
             q,
             cache.pool.keys,
             cache.pool.values,
@@ -32,7 +32,6 @@ class CPUAttention:
             scale=q.shape[2] ** -0.5,
             num_threads=torch.get_num_threads(),
         )
-        return out.to(q.dtype), lse
 
     def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.decode`."""

@@ -79,7 +79,8 @@ class FullCache:
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool.store(slots[layer], k, v)
+            num_tokens = slots.shape[-1]  # of the plan: a step may be filled up with more
+            self.pool.store(slots[layer], k[:num_tokens], v[:num_tokens])
             out = torch.empty_like(q)  # [T, H, D]
             start = len(decodes)
             if decodes:

@@ -120,19 +120,19 @@ class Checkpoint:
             raise ModelError(f"{file} is truncated or corrupt ({error}); fetch the model again") from error
 
 
-def check_weights(path: Path, config: ModelConfig) -> int:
+def check_weights(path: Path, config: ModelConfig) -> None:
     """Prove by the files' headers that a model's weights are there, whole and of the configured shapes.
-
-    Returns:
-        How many numbers they are.
 
     Raises:
         ModelError: they are not.
     """
-    shapes = _shapes(config)
     with Checkpoint(path) as checkpoint:
-        checkpoint.check(shapes)
-    return sum(math.prod(shape) for shape in shapes.values())
+        checkpoint.check(_shapes(config))
+
+
+def count_weights(config: ModelConfig) -> int:
+    """Return how many numbers a model's weights are."""
+    return sum(math.prod(shape) for shape in _shapes(config).values())
 
 
 def load_weights(

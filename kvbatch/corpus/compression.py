@@ -1,7 +1,8 @@
 """Open a file and take its compression off, by magic bytes; owns what counts as truncated.
 
 gzip, bz2 and xz are unpacked frame by frame here, because the standard file classes take whatever follows a
-frame for padding; zstd goes through pyarrow, which reports a cut frame (zstandard's stream reader does not).
+frame for padding; zstd and lz4 go through pyarrow, which reports a cut frame (zstandard's stream reader does
+not).
 """
 
 import bz2
@@ -16,6 +17,13 @@ import pyarrow as pa
 READ_BYTES = 1 << 17
 MAX_LAYERS = 4
 MAGIC_BYTES = 6
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 
 
 class StreamError(Exception):
@@ -58,6 +66,7 @@ class _FrameReader:
         self._source, self._codec, self._new_frame = source, codec, new_frame
         self._padding = b"" if codec == "bzip2" else b"\0"
         self._frame = None
+        self._num_frames = 0
         self._pending = b""
 
     def read(self, num_bytes: int) -> bytes:
@@ -87,22 +96,35 @@ class _FrameReader:
             self._pending = self._source.read(READ_BYTES)
             if not self._pending:
                 return False
+        if self._num_frames:
+            while len(data) < MAGIC_BYTES and (more := self._source.read(READ_BYTES)):
+                data += more
+            magic = next(magic for magic, codec in MAGIC.items() if codec == self._codec)
+            if not (data.startswith(magic) or magic.startswith(data)):
+                raise StreamError(f"bytes that are not {self._codec} follow the {self._codec} data")
         self._pending = data
         self._frame = self._new_frame()
+        self._num_frames += 1
         return True
 
 
-class _ZstdReader:
-    def __init__(self, source: BinaryIO):
-        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
+class _ArrowReader:
+    """Unpack zstd or lz4, frame after frame."""
+
+    def __init__(self, source: BinaryIO, codec: str):
+        self._codec = codec
+        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), codec)
 
     def read(self, num_bytes: int) -> bytes:
         try:
             return self._stream.read(num_bytes)
         except OSError as error:
             if "runcated" in str(error):
-                raise StreamError("the zstd data ends early: the file is truncated") from error
-            raise StreamError(f"the zstd data is damaged ({error})") from error
+                raise StreamError(f"the {self._codec} data ends early: the file is truncated") from error
+            if "too much memory" in str(error):
+                reason = "its window is over 128 MiB (zstd --long): compress it again without --long"
+                raise StreamError(f"the zstd data cannot be unpacked: {reason}") from error
+            raise StreamError(f"the {self._codec} data is damaged ({error})") from error
 
 
 class _Raw(io.RawIOBase):
@@ -127,19 +149,16 @@ class _Raw(io.RawIOBase):
 
 def codec_of(head: bytes) -> str | None:
     """Name the compression that a file's first bytes announce; None for none."""
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip"
-    if head.startswith(b"BZh"):
-        return "bzip2"
-    if head.startswith(b"\xfd7zXZ\0"):
-        return "xz"
+    for magic, codec in MAGIC.items():
+        if head.startswith(magic):
+            return codec
     is_skippable = len(head) >= 4 and 0x50 <= head[0] <= 0x5F and head[1:4] == b"\x2a\x4d\x18"
-    return "zstd" if head.startswith(b"\x28\xb5\x2f\xfd") or is_skippable else None
+    return "zstd" if is_skippable else None
 
 
 def _unpack(source: BinaryIO, codec: str) -> _Reader:
-    if codec == "zstd":
-        return _ZstdReader(source)
+    if codec in ("zstd", "lz4"):
+        return _ArrowReader(source, codec)
     frames = {"gzip": _GzipFrame, "bzip2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
     return _FrameReader(source, codec, frames[codec])
 

@@ -11,8 +11,15 @@ from kvbatch.corpus.fields import FieldTypes
 from kvbatch.corpus.jsonl import JsonlReader
 from kvbatch.corpus.parquet import read_parquet
 from kvbatch.corpus.parquet_schema import ParquetColumns, find_columns
-from kvbatch.corpus.schema import IdRange, OutputSchema, ParquetSchema, decide_schema, merge_parquet
-from kvbatch.corpus.spec import InputSpec
+from kvbatch.corpus.schema import (
+    IdRange,
+    OutputSchema,
+    ParquetSchema,
+    decide_schema,
+    merge_parquet,
+    reserved_column,
+)
+from kvbatch.corpus.spec import InputSpec, is_reserved
 from kvbatch.corpus.where import RowFilter
 from kvbatch.errors import InputError
 
@@ -29,7 +36,7 @@ class Corpus:
 
     def __init__(self, spec: InputSpec):
         self.spec = spec
-        found = discover(spec.paths, spec.format)
+        found = discover(spec.paths, spec.file_format)
         self.files: tuple[SourceFile, ...] = tuple(found.files)
         self.warnings: list[str] = found.warnings  # for the user; a pass may add to it
         self._missing = tuple(found.problems)
@@ -40,14 +47,15 @@ class Corpus:
 
     @cached_property
     def _opened(self) -> tuple[dict[str, ParquetColumns], list[FileProblem]]:
-        """The columns of every Parquet file that can be read, and what is wrong with the others."""
+        """The columns of every Parquet file that has rows, and what is wrong with files."""
         columns: dict[str, ParquetColumns] = {}
         problems: list[FileProblem] = []
         where = () if self._filter is None else self._filter.columns
         for file in self.files:
             try:
-                if file.format == "parquet":
-                    columns[file.path] = find_columns(file, self.spec, where)
+                found = find_columns(file, self.spec, where) if file.format == "parquet" else None
+                if found is not None:
+                    columns[file.path] = found
             except InputError as error:
                 problems.append(FileProblem(file.path, str(error).removeprefix(f"{file.path}: ")))
         return columns, problems
@@ -71,8 +79,11 @@ class Corpus:
             lines = [f"{problem.path}: {problem.message}" for problem in problems]
             start = "" if len(lines) == 1 else f"{len(lines)} problems with the input:\n  "
             raise InputError(start + "\n  ".join(lines))
-        if self.files and all(file.format == "parquet" for file in self.files):
-            columns = self._opened[0].values()
+        for name in self._parquet.fields:
+            if is_reserved(name, self.spec.id_name):
+                raise reserved_column(name)
+        columns = self._opened[0].values()
+        if columns and all(file.format == "parquet" for file in self.files):
             present = {name for each in columns for name in each.where} | set(self._parquet.fields)
             for name in self._wanted():
                 if name not in present:
@@ -82,8 +93,8 @@ class Corpus:
         """Yield the rows of every file, in input order, rejected rows in their place.
 
         Raises:
-            InputError: what `check()` raises; a file cannot be read to its end; after the last row, a column
-                that the job names is in no file.
+            InputError: what `check()` raises; a file cannot be read to its end; a row is rejected, if
+                `on_bad_row` says so; after the last row, a column that the job names is in no file.
         """
         self.check()
         fields, ids = FieldTypes(), IdRange()
@@ -94,6 +105,8 @@ class Corpus:
         count = self._num_records = 0
         for file in self.files if limit != 0 else ():
             for document in self.read(file, fields):
+                if document.error_message and self.spec.on_bad_row == "fail":
+                    raise InputError(f"{document.error_message} (input.on_bad_row is fail)")
                 ids.note(document.row_id)
                 count += 1
                 yield document
@@ -118,18 +131,18 @@ class Corpus:
         if file.format == "parquet":
             columns = self._opened[0].get(file.path)
             if columns is None:
-                self.check()
-            yield from read_parquet(file, self.spec, columns, self._filter)
+                for problem in self._opened[1]:
+                    if problem.path == file.path:
+                        raise InputError(f"{problem.path}: {problem.message}")
+                return  # it has no rows
+            fields = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
+            yield from read_parquet(file, self.spec, columns, self._filter, fields)
             return
         reader = JsonlReader(file, self.spec, self._filter, fields)
         yield from reader.documents()
         self._num_records += reader.num_records
         self._unseen &= reader.unseen
-        if reader.num_records and self.spec.text_name in reader.unseen:
-            message = (
-                f"{file.path}: no record has the text column {self.spec.text_name!r}; {reader.listed_names()}"
-            )
-            self.warnings += [] if message in self.warnings else [message]
+        self.warnings += [message for message in reader.warnings if message not in self.warnings]
 
     def _wanted(self) -> list[str]:
         """The columns that have to be in some file: those of `where` and of `passthrough`."""

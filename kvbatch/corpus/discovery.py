@@ -5,14 +5,21 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from urllib.parse import unquote
 
 from kvbatch.corpus.sniff import identify, looks_like_data
 from kvbatch.errors import InputError
 
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `label` is its name within the input, part of the ids made up for its rows."""
+    """One input file.
+
+    `label` is its name within the input, part of the ids made up for its rows. `partitions` are the columns that
+    its directories name (`lang=en/`), always strings.
+    """
 
     path: str
     label: str
@@ -20,6 +27,7 @@ class SourceFile:
     compression: tuple[str, ...]
     num_bytes: int
     mtime_ns: int
+    partitions: tuple[tuple[str, str | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,19 @@ def discover(paths: Iterable[str], wanted: str) -> Discovery:
                 found.problems.append(FileProblem(candidate, message.removeprefix(f"{candidate}: ")))
                 continue
             found.files.append(
-                SourceFile(candidate, label, format_, compression, stat.st_size, stat.st_mtime_ns)
+                SourceFile(
+                    candidate, label, format_, compression, stat.st_size, stat.st_mtime_ns, _partitions(label)
+                )
             )
     found.files = _distinct_labels(found.files)
     return found
+
+
+def _partitions(label: str) -> tuple[tuple[str, str | None], ...]:
+    """Read the columns that the directories of a label name, as hive writes them."""
+    pairs = (part.partition("=") for part in label.split("/")[:-1])
+    found = {unquote(name): unquote(value) for name, sign, value in pairs if name and sign}
+    return tuple((name, None if value == HIVE_NULL else value) for name, value in found.items())
 
 
 def _distinct_labels(files: list[SourceFile]) -> list[SourceFile]:

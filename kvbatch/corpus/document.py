@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 HASH_DIGITS = 12
+RAW_BYTES = 1 << 20
 
 
 class RowValues(Protocol):
@@ -22,7 +23,7 @@ class Document:
     """Hold one input row: its text if it can be used, else the reason.
 
     `row` counts from 1: the line number in a JSONL file, the record number in a Parquet file.
-    A rejected row keeps its text where that is a string, so that it can be looked at.
+    A rejected row keeps its text where that is a string, and its bytes, so that it can be looked at.
     """
 
     file: str
@@ -33,6 +34,7 @@ class Document:
     error_code: str | None
     error_message: str | None
     values: RowValues | None = None
+    raw: bytes | None = None  # of a rejected row: the JSON line, or the Parquet text; its first RAW_BYTES
 
     @property
     def chars(self) -> int | None:

@@ -1,5 +1,7 @@
 """Turn the value of an id column into the id of a row; owns what is no id."""
 
+import json
+
 
 def id_from_json(value: object) -> str | int | None:
     """Return the id that a JSON value stands for: ints and strings as they are, other numbers as their text.
@@ -11,8 +13,8 @@ def id_from_json(value: object) -> str | int | None:
     """
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        return str(value)
+    if isinstance(value, float):  # NaN and Infinity; other floats are NumberText
+        return json.dumps(value)
     return value if isinstance(value, int) or (isinstance(value, str) and value) else None
 
 

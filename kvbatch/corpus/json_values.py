@@ -1,17 +1,23 @@
 """Parse one JSON record without losing a digit, and write values back as JSON text.
 
 Floats stay the text they were (`NumberText`), so that an id `1.0` and a field `1.10` come out as they went
-in. Of a key that occurs twice the last value counts. NaN and Infinity are read as floats and written as null.
+in. NaN and Infinity are read as floats and written as null.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, MutableSequence
 from decimal import Decimal
 
 MAX_INT_DIGITS = 4300  # Python refuses to parse more
 MAX_EXACT_CHARS = 16  # a plain decimal number this short has at most 15 digits: a double holds it
 INT64_RANGE = range(-(1 << 63), 1 << 63)
+# An escape with what it needs to be read; the group is half of a surrogate pair that stands alone.
+LONE_SURROGATE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
 
 
 class NumberText(str):
@@ -30,15 +36,33 @@ def _parse_int(text: str) -> int | NumberText:
     return int(text) if len(text) <= MAX_INT_DIGITS else NumberText(text)
 
 
-def parse_record(text: str) -> dict:
-    """Parse one line of JSONL.
+def replace_lone_surrogates(text: str) -> str:
+    """Let every lone surrogate that JSON text spells be U+FFFD."""
+    return LONE_SURROGATE.sub(lambda match: "\\ufffd" if match[1] else match[0], text)
+
+
+def parse_record(text: str, repeated: MutableSequence[str]) -> dict:
+    """Parse one line of JSONL; of a key that occurs twice in an object the last value counts.
+
+    Args:
+        repeated: gets the keys that occur twice.
 
     Raises:
         BadRecord: it is not JSON (`bad_json`) or not an object (`not_an_object`).
     """
+
+    def to_dict(pairs: list[tuple[str, object]]) -> dict:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated.extend(key for key, count in counts.items() if count > 1)
+        return record
+
     try:
-        record = json.loads(text, parse_float=NumberText, parse_int=_parse_int)
+        record = json.loads(text, parse_float=NumberText, parse_int=_parse_int, object_pairs_hook=to_dict)
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            raise BadRecord("bad_json", f"more than one JSON value, from column {error.colno} on") from None
         raise BadRecord("bad_json", f"{error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise BadRecord("bad_json", str(error)) from None

@@ -6,17 +6,28 @@ from dataclasses import dataclass
 
 from kvbatch.corpus.compression import StreamError, open_stream
 from kvbatch.corpus.discovery import SourceFile
-from kvbatch.corpus.document import Document, RowValues, is_blank, made_up_id
+from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
 from kvbatch.corpus.fields import FieldTypes, JsonRow
 from kvbatch.corpus.ids import id_from_json
-from kvbatch.corpus.json_values import BadRecord, find_field, has_lone_surrogate, kind_name, parse_record
+from kvbatch.corpus.json_values import (
+    BadRecord,
+    find_field,
+    has_lone_surrogate,
+    json_text,
+    kind_name,
+    parse_record,
+    replace_lone_surrogates,
+)
 from kvbatch.corpus.lines import Line, iter_lines
+from kvbatch.corpus.openai_batch import check_request
 from kvbatch.corpus.spec import InputSpec
 from kvbatch.corpus.where import RowFilter
 from kvbatch.errors import InputError
 
 # An escape is the only way a surrogate gets into strict UTF-8; pairs are looked at more closely later.
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+HASHED_BYTES = 1 << 16  # of a line, for a made-up id
+MAX_NAMED_KEYS = 8  # of those that occur twice
 MAX_FILTER_ROWS = 256
 MAX_FILTER_BYTES = 8 << 20
 
@@ -27,7 +38,7 @@ class _Row:
 
     number: int
     num_bytes: int
-    content: bytes  # what a made-up id hashes when there is no text; b"" for a line over the limit
+    content: bytes  # the start of the line: for made-up ids and dead letters; b"" for a line over the limit
     record: dict | None
     may_hold_surrogates: bool = False
     error: BadRecord | None = None
@@ -47,12 +58,19 @@ class JsonlReader:
         filtered = () if row_filter is None else row_filter.columns
         self.unseen = {spec.id_name, spec.text_name, *named, *filtered}  # wanted names that no record had yet
         self._sample: dict = {}  # the first record, for messages
+        self._partitions = {
+            name: value for name, value in source.partitions if name not in (spec.id_name, spec.text_name)
+        }
+        self._may_be_jsonl = False  # whether a line was seen that starts as a record does
+        self._num_lines = 0
+        self._repeated: dict[str, tuple[int, int]] = {}  # keys that occur twice: first line, number of lines
 
     def documents(self) -> Iterator[Document]:
         """Yield a document for every line that is not blank and that `where` selects.
 
         Raises:
-            InputError: the file cannot be read to its end, or no record has the id column that the job names.
+            InputError: the file cannot be read to its end, has lines but no record, or no record has the id
+                column that the job names.
         """
         try:
             stream, _ = open_stream(self.source.path)
@@ -63,29 +81,55 @@ class JsonlReader:
                     del row  # the next line may be as large as this one
         except (OSError, StreamError) as error:
             raise InputError(f"{self.source.path}: {getattr(error, 'strerror', None) or error}") from error
+        if self._num_lines and not self._may_be_jsonl:
+            raise InputError(f"{self.source.path}: it is not JSONL: none of its lines is a JSON object")
         if self.num_records and self.spec.id_column in self.unseen:
             name = self.spec.id_column
             raise InputError(
                 f"{self.source.path}: no record has the id column {name!r}; {self.listed_names()}"
             )
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know once the file was read."""
+        found = [
+            f"{self.source.path}:{line}: key {key!r} occurs twice, here and in {count - 1:,} more lines: "
+            "the last value counts"
+            for key, (line, count) in self._repeated.items()
+        ]
+        if self.num_records and self.spec.text_name in self.unseen:
+            found.append(
+                f"{self.source.path}: no record has the text column {self.spec.text_name!r}; "
+                f"{self.listed_names()}"
+            )
+        return found
+
     def listed_names(self) -> str:
         """Say which fields the first record has, for a message."""
         return f"the first record has {', '.join(list(self._sample)[:30]) or 'no fields'}"
 
     def _parse(self, line: Line) -> _Row:
+        self._num_lines += 1
+        self._may_be_jsonl = self._may_be_jsonl or line.data is None or line.data.lstrip().startswith(b"{")
         if line.data is None:
             reason = (
                 f"the line has {line.num_bytes:,} bytes, over max_row_bytes = {self.spec.max_row_bytes:,}"
             )
             return _Row(line.number, line.num_bytes, b"", None, error=BadRecord("row_too_large", reason))
-        # The line itself is needed again only where a made-up id hashes it: never keep a large one for that.
-        row = _Row(line.number, line.num_bytes, line.data[:65536], None)
+        # The line itself is needed again only where the row is rejected: never keep a large one for that.
+        row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
         try:
             text = line.data.decode("utf-8", "strict" if self.spec.errors == "reject" else "replace")
             del line
-            row.record = parse_record(text)
+            if row.may_hold_surrogates and self.spec.errors == "replace":
+                text, row.may_hold_surrogates = replace_lone_surrogates(text), False
+            row.record = parse_record(text, repeated := [])
+            for key in dict.fromkeys(repeated):
+                if key in self._repeated or len(self._repeated) < MAX_NAMED_KEYS:
+                    first, count = self._repeated.get(key, (row.number, 0))
+                    self._repeated[key] = first, count + 1
+            row.record |= {name: value for name, value in self._partitions.items() if name not in row.record}
         except UnicodeDecodeError as error:
             row.error = BadRecord(
                 "bad_utf8", f"byte {error.start + 1} of the line is not UTF-8 ({error.reason})"
@@ -127,8 +171,12 @@ class JsonlReader:
         if row.record is not None:
             _, id_value = find_field(row.record, self.spec.id_name)
             has_text, text = find_field(row.record, self.spec.text_name)
+            if self.spec.is_openai_batch and isinstance(text, dict):
+                text = json_text(text)
             row_id = id_from_json(id_value)
             error = error or self._judge(has_text, text)
+            if self.spec.is_openai_batch and error is None:
+                error = _request_problem(row.record, text)
             values = self._values(row.record)
             if row.may_hold_surrogates:
                 for what in ("text", text), ("id", row_id), ("passthrough columns", values.record):
@@ -139,13 +187,15 @@ class JsonlReader:
             self._fields.note(values.record)
         text = text if type(text) is str else None
         if row_id is None:
-            content = row.content if text is None else text.encode("utf-8", "backslashreplace")
+            content = row.content[:HASHED_BYTES] if text is None else text.encode("utf-8", "backslashreplace")
             row_id = made_up_id(self.source.label, row.number, content)
         path = self.source.path
         if error is None:
             return Document(path, row.number, row_id, text, "ok", None, None, values)
         message = f"{path}:{row.number}: {error}"
-        return Document(path, row.number, row_id, text, "rejected", error.code, message, values)
+        return Document(
+            path, row.number, row_id, text, "rejected", error.code, message, values, row.content or None
+        )
 
     def _judge(self, has_text: bool, text: object) -> BadRecord | None:
         name = self.spec.text_name
@@ -165,3 +215,11 @@ class JsonlReader:
             return JsonRow({name: value for name, value in record.items() if name not in hidden})
         found = ((name, find_field(record, name)) for name in self.spec.passthrough)
         return JsonRow({name: value for name, (is_there, value) in found if is_there})
+
+
+def _request_problem(record: dict, text: str) -> BadRecord | None:
+    try:
+        check_request(record, text)
+    except BadRecord as error:
+        return error
+    return None

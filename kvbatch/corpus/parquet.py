@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from pyarrow import types as kind
 
 from kvbatch.corpus.discovery import SourceFile
-from kvbatch.corpus.document import Document, is_blank, made_up_id
+from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
+from kvbatch.corpus.fields import JsonRow
 from kvbatch.corpus.ids import id_from_bytes
 from kvbatch.corpus.parquet_schema import (
     Column,
@@ -28,7 +29,9 @@ from kvbatch.corpus.parquet_schema import (
 )
 from kvbatch.corpus.spec import InputSpec
 from kvbatch.corpus.strings import scalar_text
+from kvbatch.corpus.types import widened
 from kvbatch.corpus.where import RowFilter
+from kvbatch.errors import InputError
 
 MAX_BATCH_ROWS = 128
 BATCH_BYTES = 8 << 20
@@ -50,12 +53,20 @@ class ArrowRow:
 
 
 def read_parquet(
-    source: SourceFile, spec: InputSpec, columns: ParquetColumns, row_filter: RowFilter | None
+    source: SourceFile,
+    spec: InputSpec,
+    columns: ParquetColumns,
+    row_filter: RowFilter | None,
+    fields: Mapping[str, pa.Field],
 ) -> Iterator[Document]:
     """Yield a document for every record that `where` selects.
 
+    Args:
+        fields: the passthrough columns in the types that hold those of all files.
+
     Raises:
-        InputError: a page is damaged, or the file cannot be read to its end.
+        InputError: a page is damaged, the file cannot be read to its end, or a value is out of the range of its
+            column's final type.
     """
     file = open_parquet(source)
     with file:
@@ -68,11 +79,14 @@ def read_parquet(
                 [column.array(batch) for column in columns.passthrough],
                 schema=pa.schema([_renamed(column) for column in columns.passthrough]),
             )
+            _check_range(source, values, fields, num_rows)
+            broken = _not_utf8(values)
             for position in range(len(batch)):
                 if kept is None or kept[position]:
                     text = texts[position].as_py()
                     row = num_rows + position + 1
-                    yield _document(source, spec, row, ids[position], text, ArrowRow(values, position))
+                    row_values = ArrowRow(values, position)
+                    yield _document(source, spec, row, ids[position], text, row_values, broken.get(position))
                     del text
             num_rows += len(batch)
 
@@ -83,11 +97,50 @@ def _renamed(column: Column) -> pa.Field:
 
 def _batches(source: SourceFile, file: pq.ParquetFile, columns: ParquetColumns) -> Iterator[pa.RecordBatch]:
     try:
-        yield from file.iter_batches(
+        for batch in file.iter_batches(
             batch_size=_batch_rows(file, columns), columns=columns.selection, use_threads=False
-        )
+        ):
+            for name, value in columns.partitions.items():
+                batch = batch.append_column(name, pa.repeat(pa.scalar(value, pa.string()), len(batch)))
+            yield batch
     except (OSError, pa.ArrowException) as error:
         raise parquet_error(source.path, error) from error
+
+
+def _check_range(
+    source: SourceFile, values: pa.RecordBatch, fields: Mapping[str, pa.Field], num_rows: int
+) -> None:
+    """Refuse what would not fit into a column once it is widened, while no answer has been made yet."""
+    for name, array in zip(values.schema.names, values.columns, strict=True):
+        try:
+            if name in fields:
+                widened(array, fields[name].type)
+        except pa.ArrowInvalid as error:
+            where = f"in rows {num_rows + 1:,} to {num_rows + len(values):,}"
+            raise InputError(f"{source.path}: column {name!r} {where}: {error}") from error
+
+
+def _not_utf8(values: pa.RecordBatch) -> dict[int, str]:
+    """Find rows that hold bytes in a string column that are not UTF-8, which Parquet does not exclude.
+
+    Returns:
+        The name of such a column, by position.
+    """
+    found: dict[int, str] = {}
+    for name, array in zip(values.schema.names, values.columns, strict=True):
+        if not _is_valid(array):
+            array = array.dictionary_decode() if kind.is_dictionary(array.type) else array
+            positions = (p for p in range(len(array)) if not _is_valid(array.take(pa.array([p]))))
+            found |= {position: name for position in positions if position not in found}
+    return found
+
+
+def _is_valid(array: pa.Array) -> bool:
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _batch_rows(file: pq.ParquetFile, columns: ParquetColumns) -> int:
@@ -137,7 +190,8 @@ def _document(
     row: int,
     row_id: str | int | None,
     data: bytes | None,
-    values: ArrowRow,
+    values: RowValues,
+    broken: str | None,
 ) -> Document:
     name = spec.text_name
     text = code = reason = None
@@ -154,10 +208,13 @@ def _document(
                 reason = f"{name!r} holds nothing but white space and invisible characters"
         except UnicodeDecodeError as error:
             code, reason = "bad_utf8", f"byte {error.start + 1} of {name!r} is not UTF-8 ({error.reason})"
+    if broken is not None:
+        code, reason = "bad_utf8", f"column {broken!r} is not UTF-8"
+        values = JsonRow({})
     if row_id is None:
         row_id = made_up_id(source.label, row, data or b"")
     if code is None:
         return Document(source.path, row, row_id, text, "ok", None, None, values)
-    return Document(
-        source.path, row, row_id, text, "rejected", code, f"{source.path}:{row}: {reason}", values
-    )
+    message = f"{source.path}:{row}: {reason}"
+    raw = None if data is None else data[:RAW_BYTES]
+    return Document(source.path, row, row_id, text, "rejected", code, message, values, raw)

@@ -1,7 +1,7 @@
 """Find the columns that a job names in one Parquet file; owns what is refused before a row is read."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -35,12 +35,16 @@ class Column:
 
 @dataclass(frozen=True)
 class ParquetColumns:
-    """The columns of one file that a job needs."""
+    """The columns of one file that a job needs.
+
+    `partitions` are those that the file does not hold itself: its directories name them.
+    """
 
     text: Column
     id: Column | None
     passthrough: tuple[Column, ...]
     where: tuple[str, ...]
+    partitions: Mapping[str, str | None]
 
     @property
     def selection(self) -> list[str]:
@@ -48,7 +52,9 @@ class ParquetColumns:
         columns = [self.text, *self.passthrough] + ([self.id] if self.id else [])
         paths = {column.path for column in columns} | {(name,) for name in self.where}
         return sorted(
-            ".".join(path) for path in paths if not any(path[:n] in paths for n in range(1, len(path)))
+            ".".join(path)
+            for path in paths
+            if path[0] not in self.partitions and not any(path[:n] in paths for n in range(1, len(path)))
         )
 
 
@@ -76,8 +82,10 @@ def parquet_error(path: str, error: Exception) -> InputError:
     return InputError(f"{path}: damaged, cut or unsupported Parquet: {reason}")
 
 
-def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> ParquetColumns:
-    """Find the columns that the job needs and read one row of them.
+def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> ParquetColumns | None:
+    """Find the columns that the job needs and read one row of them; None for a file without rows.
+
+    Writers give columns without rows any type, so such a file has no say in what the columns are.
 
     That one row brings to light an encrypted column or a codec that is not there, before the job starts. The
     metadata of columns that are not needed is left alone: pyarrow 26 aborts the process on an encrypted one.
@@ -88,7 +96,16 @@ def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> P
     """
     file = open_parquet(source)
     with file:
+        if not file.metadata.num_rows:
+            return None
         schema = file.schema_arrow
+        partitions = {
+            name: value
+            for name, value in source.partitions
+            if name not in (spec.id_name, spec.text_name, *schema.names)
+        }
+        for name in partitions:
+            schema = schema.append(pa.field(name, pa.string()))
         text = _find(source, schema, spec.text_name)
         id_ = _find(source, schema, spec.id_name)
         for column, role in ((text, "text"), (id_, "id")):
@@ -108,7 +125,7 @@ def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> P
                 )
             id_ = None  # nobody called it an id: ids are made up
         present = tuple(name for name in where if _find(source, schema, name) is not None)
-        columns = ParquetColumns(text, id_, _passthrough(source, schema, spec), present)
+        columns = ParquetColumns(text, id_, _passthrough(source, schema, spec), present, partitions)
         try:
             next(file.iter_batches(batch_size=1, columns=columns.selection, use_threads=False), None)
         except (OSError, pa.ArrowException) as error:
@@ -181,5 +198,7 @@ def is_string(type_: pa.DataType) -> bool:
 
 
 def _is_text(type_: pa.DataType) -> bool:
+    if getattr(type_, "extension_name", None) == "arrow.uuid":  # 16 bytes, which may be UTF-8 by chance
+        return False
     stored = storage_type(type_)
     return is_string(stored) or is_binary(stored) or kind.is_null(stored)

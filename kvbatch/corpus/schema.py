@@ -15,7 +15,7 @@ from kvbatch.corpus.fields import FieldType, FieldTypes
 from kvbatch.corpus.json_values import INT64_RANGE
 from kvbatch.corpus.parquet_schema import ParquetColumns, storage_type
 from kvbatch.corpus.spec import InputSpec, is_reserved
-from kvbatch.corpus.types import TypeClash, widen
+from kvbatch.corpus.types import TypeClash, widen, widened
 from kvbatch.errors import InputError
 
 UINT64_RANGE = range(1 << 64)
@@ -143,11 +143,7 @@ class OutputSchema:
         if position < 0:
             return pa.nulls(len(run), wanted.type)
         array = batch.column(position).slice(run[0].values.position, len(run))
-        if array.type == wanted.type:
-            return array
-        if kind.is_dictionary(array.type):
-            array = array.cast(array.type.value_type)
-        return array.cast(wanted.type)
+        return widened(array, wanted.type)
 
 
 def _continues(documents: list[Document], start: int, end: int) -> bool:
@@ -156,6 +152,13 @@ def _continues(documents: list[Document], start: int, end: int) -> bool:
     if batch is None:
         return getattr(new, "batch", None) is None
     return getattr(new, "batch", None) is batch and new.position == last.position + 1
+
+
+def reserved_column(name: str) -> InputError:
+    """Return the error for a column of the input that would hide one of the output."""
+    return InputError(
+        f"passthrough column {name!r} has the name of an output column: list the columns instead"
+    )
 
 
 def decide_schema(
@@ -175,9 +178,7 @@ def decide_schema(
     fields: list[pa.Field] = []
     for name in names:
         if is_reserved(name, spec.id_name):
-            raise InputError(
-                f"passthrough column {name!r} has the name of an output column: list the columns instead"
-            )
+            raise reserved_column(name)
         declared, seen = parquet.fields.get(name), found.get(name, FieldType(pa.null()))
         if declared is None:
             fields.append(pa.field(name, pa.string() if kind.is_null(seen.arrow) else seen.arrow))

@@ -8,17 +8,35 @@ from kvbatch.errors import InputError
 HEAD_BYTES = 4096
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES = (".parquet", ".pq", ".parq")
-COMPRESSION_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
+COMPRESSION_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 REFUSED = {
     b"PK\x03\x04": "a zip archive",
     b"ARROW1": "an Arrow IPC file",
     b"ORC": "an ORC file",
     b"Obj\x01": "an Avro file",
     b"SQLite format 3": "an SQLite database",
-    b"\x04\x22\x4d\x18": "compressed with lz4",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
+    b"\x02\x21\x4c\x18": "compressed with the legacy format of lz4",
+    b"\xff\x06\0\0sNaPpY": "compressed with snappy",
+    b"\x1f\x9d": "compressed with compress",
+    b"]\0\0": "compressed with lzma",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"Rar!": "a RAR archive",
     b"%PDF": "a PDF",
+}
+TAR_MAGIC = slice(257, 262), b"ustar"
+# Byte-order marks, longest first; without one, JSON shows its encoding by where its first bytes are zero.
+WIDE_MARKS = (
+    (b"\xff\xfe\0\0", "UTF-32LE"),
+    (b"\0\0\xfe\xff", "UTF-32BE"),
+    (b"\xff\xfe", "UTF-16LE"),
+    (b"\xfe\xff", "UTF-16BE"),
+)
+WIDE_ZEROS = {
+    (False, True, True, True): "UTF-32LE",
+    (True, True, True, False): "UTF-32BE",
+    (False, True, False, True): "UTF-16LE",
+    (True, False, True, False): "UTF-16BE",
 }
 
 
@@ -61,9 +79,14 @@ def _format_of(path: str, head: bytes, layers: tuple[str, ...]) -> str:
         return "parquet"
     if not head and not layers and name.endswith(PARQUET_SUFFIXES + COMPRESSION_SUFFIXES):
         raise InputError(f"{path}: the file is empty (0 bytes)")
-    for magic, what in REFUSED.items():
-        if head.startswith(magic):
-            raise InputError(f"{path}: it is {what}; only JSONL and Parquet can be read")
+    what = next((what for magic, what in REFUSED.items() if head.startswith(magic)), None)
+    if head[TAR_MAGIC[0]] == TAR_MAGIC[1]:
+        what = "a tar archive"
+    if what:
+        raise InputError(f"{path}: it is {what}; only JSONL and Parquet can be read")
+    if encoding := _wide_encoding(head):
+        remedy = f"convert it to UTF-8, for example with `iconv -f {encoding} -t UTF-8`"
+        raise InputError(f"{path}: it is {encoding} text, and JSONL is UTF-8: {remedy}")
     text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     first_line = text.split(b"\n", 1)[0].strip()
     if name.endswith(PARQUET_SUFFIXES) and not text.startswith(b"{"):
@@ -74,13 +97,21 @@ def _format_of(path: str, head: bytes, layers: tuple[str, ...]) -> str:
     return "jsonl"
 
 
+def _wide_encoding(head: bytes) -> str | None:
+    """Name the encoding of a text whose characters take two or four bytes each."""
+    for mark, encoding in WIDE_MARKS:
+        if head.startswith(mark):
+            return encoding
+    return WIDE_ZEROS.get(tuple(byte == 0 for byte in head[:4]))
+
+
 def looks_like_data(path: str) -> bool:
     """Tell whether a file found in a directory is input: by its name, or by unmistakable bytes."""
     name = os.path.basename(path).lower()
     for suffix in COMPRESSION_SUFFIXES:
         name = name.removesuffix(suffix)
     suffix = os.path.splitext(name)[1]
-    if suffix in (".jsonl", ".ndjson", ".json", *PARQUET_SUFFIXES):
+    if suffix in JSONL_SUFFIXES + PARQUET_SUFFIXES:
         return True
     try:
         with open(path, "rb") as file:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbatch.corpus import openai_batch
 from kvbatch.errors import JobFileError
 
 RESERVED_PREFIX = "kvb_"
-RESERVED_NAME = "output"
+RESERVED_NAMES = ("output", "output_json")
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class InputSpec:
 
     Args:
         paths: files, directories (read recursively) and glob patterns, in input order.
-        format: "auto" looks at the bytes; "jsonl" and "parquet" refuse anything else.
+        format: "auto" looks at the bytes; "jsonl" and "parquet" refuse anything else;
+            "openai-batch" is JSONL whose rows are requests (`kvbatch.corpus.openai_batch`).
         id_column: None takes "id" where a record has one and makes ids up where it has not.
         text_column: None means "text". A dotted path (`doc.body`) reaches into objects and structs;
             a column whose whole name holds the dot wins.
@@ -23,14 +25,17 @@ class InputSpec:
         where: a polars SQL condition; rows that it does not select are not rows of the job.
         limit: only the first rows that `where` selects.
         max_row_bytes: a longer JSON line, or a longer Parquet text, is rejected.
-        errors: what to do with bytes that are not UTF-8: "reject" the row, or "replace" them by U+FFFD.
+        errors: what to do with bytes that are not UTF-8 and with lone surrogates: "reject" the row, or "replace"
+            them by U+FFFD.
+        on_bad_row: "reject" keeps a row that cannot be used in its place, without an answer; "fail" stops at the
+            first one.
 
     Raises:
         JobFileError: a value is out of range, or a passthrough column would hide an output column.
     """
 
     paths: tuple[str, ...]
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "openai-batch"] = "auto"
     id_column: str | None = None
     text_column: str | None = None
     passthrough: tuple[str, ...] | Literal["all"] = ()
@@ -38,14 +43,17 @@ class InputSpec:
     limit: int | None = None
     max_row_bytes: int = 1 << 30
     errors: Literal["reject", "replace"] = "reject"
+    on_bad_row: Literal["reject", "fail"] = "reject"
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise JobFileError("input.path is empty: name at least one file, directory or pattern")
-        if self.format not in ("auto", "jsonl", "parquet"):
-            raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl or parquet")
+        if self.format not in ("auto", "jsonl", "parquet", "openai-batch"):
+            raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl, parquet or openai-batch")
         if self.errors not in ("reject", "replace"):
             raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
+        if self.on_bad_row not in ("reject", "fail"):
+            raise JobFileError(f"input.on_bad_row is {self.on_bad_row!r}: use reject or fail")
         if self.limit is not None and self.limit < 0:
             raise JobFileError(f"input.limit is {self.limit}: use 0 or more")
         if self.max_row_bytes < 1:
@@ -71,14 +79,24 @@ class InputSpec:
     @property
     def id_name(self) -> str:
         """The name of the id column, in the input and in the output."""
-        return self.id_column or "id"
+        return self.id_column or (openai_batch.ID_NAME if self.is_openai_batch else "id")
 
     @property
     def text_name(self) -> str:
         """The name or dotted path of the text column."""
-        return self.text_column or "text"
+        return openai_batch.TEXT_NAME if self.is_openai_batch else self.text_column or "text"
+
+    @property
+    def is_openai_batch(self) -> bool:
+        """Whether the rows are requests."""
+        return self.format == "openai-batch"
+
+    @property
+    def file_format(self) -> str:
+        """What the files themselves have to be: auto, jsonl or parquet."""
+        return "jsonl" if self.is_openai_batch else self.format
 
 
 def is_reserved(name: str, id_name: str) -> bool:
     """Tell whether an output column of this name exists already."""
-    return name in (RESERVED_NAME, id_name) or name.startswith(RESERVED_PREFIX)
+    return name in (*RESERVED_NAMES, id_name) or name.startswith(RESERVED_PREFIX)

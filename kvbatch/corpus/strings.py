@@ -2,11 +2,12 @@
 
 import json
 from contextlib import suppress
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from uuid import UUID
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import types as kind
 
@@ -17,17 +18,19 @@ def scalar_text(scalar: pa.Scalar) -> str:
     """Return a value as text; null is the empty string."""
     if not scalar.is_valid:
         return ""
-    plain = _plain(scalar)
+    plain = plain_value(scalar)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
-def _plain(scalar: pa.Scalar) -> object:
+def plain_value(scalar: pa.Scalar) -> object:
     """Return a value as what JSON can hold, with text for everything that JSON has no kind for."""
     if not scalar.is_valid:
         return None
     type_ = scalar.type
     if kind.is_dictionary(type_):
-        return _plain(scalar.value)  # the decoded value
+        return plain_value(scalar.value)  # the decoded value
+    if kind.is_date(type_):
+        return _date_text(scalar)
     if kind.is_timestamp(type_):
         return _timestamp_text(scalar.value, type_.unit, type_.tz)
     if kind.is_time(type_):
@@ -39,13 +42,16 @@ def _plain(scalar: pa.Scalar) -> object:
         sign = "-" if scalar.value < 0 else ""
         return f"{sign}PT{seconds}{_fraction(ticks, type_.unit)}S"
     if kind.is_struct(type_):
-        return {field.name: _plain(scalar[position]) for position, field in enumerate(type_)}
+        return {field.name: plain_value(scalar[position]) for position, field in enumerate(type_)}
     if kind.is_map(type_):
-        return {scalar_text(key): _plain(item) for key, item in _map_items(scalar)}
+        return {scalar_text(key): plain_value(item) for key, item in _map_items(scalar)}
     if kind.is_nested(type_):
-        return [_plain(item) for item in scalar.values]
+        return [plain_value(item) for item in scalar.values]
     if isinstance(scalar, pa.StringScalar | pa.LargeStringScalar):
         return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")  # Parquet does not promise UTF-8
+    if kind.is_float16(type_) or kind.is_float32(type_):
+        narrow = np.float16 if kind.is_float16(type_) else np.float32
+        return _simple(float(str(narrow(scalar.as_py()))))  # 0.1, not the digits of the nearest double
     if kind.is_fixed_size_binary(type_) and not isinstance(type_, pa.BaseExtensionType):
         return scalar.as_py().hex()  # keys and digests, whose bytes may be UTF-8 by chance
     return _simple(scalar.as_py())
@@ -56,8 +62,6 @@ def _map_items(scalar: pa.MapScalar) -> list[tuple[pa.Scalar, pa.Scalar]]:
 
 
 def _simple(value: object) -> object:
-    if isinstance(value, date):
-        return value.isoformat()
     if isinstance(value, Decimal):
         return f"{value:f}"
     if isinstance(value, UUID):
@@ -77,6 +81,13 @@ def _fraction(ticks: int, unit: str) -> str:
     return "." + f"{ticks:0{digits}d}" if ticks else ""
 
 
+def _date_text(scalar: pa.Scalar) -> str:
+    try:
+        return scalar.as_py().isoformat()
+    except OverflowError:  # outside the years 1 to 9999
+        return f"{scalar.value} {'days' if kind.is_date32(scalar.type) else 'ms'} since 1970"
+
+
 def _timestamp_text(value: int, unit: str, zone: str | None) -> str:
     """Write a timestamp in ISO form with all its digits, which datetime would cut at microseconds."""
     seconds, ticks = divmod(value, TICKS_PER_SECOND[unit])
@@ -86,7 +97,8 @@ def _timestamp_text(value: int, unit: str, zone: str | None) -> str:
         return f"{value} {unit} since 1970"
     if zone is None:
         return moment.replace(tzinfo=None).isoformat() + _fraction(ticks, unit)
-    with suppress(ZoneInfoNotFoundError, ValueError):  # no time zone data, or a bare offset: it stays UTC
+    # no time zone data, a bare offset, or a local time outside the years: it stays UTC
+    with suppress(ZoneInfoNotFoundError, ValueError, OverflowError):
         moment = moment.astimezone(ZoneInfo(zone))
     text = moment.isoformat()
     return text[:19] + _fraction(ticks, unit) + text[19:]

@@ -16,8 +16,8 @@ class TypeClash(Exception):
 def widen(left: pa.DataType, right: pa.DataType) -> pa.DataType:
     """Return the type that both widen to safely.
 
-    Widths of integers, floats and decimals grow, string and large_string go together, a dictionary goes with
-    its plain values, timestamps take the finer unit, and structs get the fields of both.
+    Widths of integers, floats, decimals and dictionary indices grow, string and large_string go together, a
+    dictionary goes with its plain values, times take the finer unit, and structs get the fields of both.
 
     Raises:
         TypeClash: there is none.
@@ -26,6 +26,10 @@ def widen(left: pa.DataType, right: pa.DataType) -> pa.DataType:
         return left
     if kind.is_null(left):
         return right
+    if kind.is_dictionary(left) and kind.is_dictionary(right):
+        index_type = max(left.index_type, right.index_type, key=lambda each: each.bit_width)
+        values = widen(left.value_type, right.value_type)
+        return pa.dictionary(index_type, values, left.ordered and right.ordered)
     if kind.is_dictionary(left):
         return widen(left.value_type, right)
     if kind.is_dictionary(right):
@@ -35,6 +39,22 @@ def widen(left: pa.DataType, right: pa.DataType) -> pa.DataType:
         if found is not None:
             return found
     raise TypeClash(f"{left} and {right}")
+
+
+def widened(array: pa.Array, type_: pa.DataType) -> pa.Array:
+    """Cast an array to a type that its own was widened to.
+
+    Raises:
+        pa.ArrowInvalid: a value is out of range, as a year 9999 is in nanoseconds.
+    """
+    if array.type == type_:
+        return array
+    if kind.is_dictionary(array.type) and kind.is_dictionary(type_):
+        indices, values = array.indices.cast(type_.index_type), array.dictionary.cast(type_.value_type)
+        return pa.DictionaryArray.from_arrays(indices, values, ordered=type_.ordered)
+    if kind.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    return array.cast(type_)
 
 
 def _widen_text(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
@@ -75,6 +95,8 @@ def _widen_time(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
         return pa.timestamp(finer(), left.tz)
     if kind.is_duration(left) and kind.is_duration(right):
         return pa.duration(finer())
+    if kind.is_time(left) and kind.is_time(right):
+        return pa.time64(finer()) if finer() in ("us", "ns") else pa.time32(finer())
     return None
 
 

@@ -45,10 +45,10 @@ class RowFilter:
             position = batch.schema.get_field_index(name)
             array = batch.column(position) if position >= 0 else pa.nulls(len(batch))
             arrays.append(array.storage if isinstance(array, pa.ExtensionArray) else array)
-        frame = self._polars.from_arrow(pa.table(arrays, list(self.columns)))
+        failures = self._polars.exceptions.PolarsError, self._polars.exceptions.PanicException
         try:
-            return self._keep(frame)
-        except self._polars.exceptions.PolarsError as error:
+            return self._keep(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+        except failures as error:  # a panic: a type that polars does not know, such as decimal256
             raise self._error(f"{path}: {error}") from error
 
     def keep_records(self, records: Sequence[dict]) -> list[bool | str]:

@@ -90,7 +90,7 @@ def prefill_attention_pool(
     past: Tensor,  # int64 [KVH]
     *,
     scale: float,
-    out: Tensor | None = None,  # float32 [C, H, D]
+    out: Tensor | None = None,  # [C, H, D]
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
@@ -99,7 +99,7 @@ def prefill_attention_pool(
     `out` is room for the output, to be used again.
 
     Returns:
-        output, float32 `[C, H, D]`; natural log-sum-exp, float32 `[C, H]`.
+        output `[C, H, D]` in q's dtype; natural log-sum-exp, float32 `[C, H]`.
     """
     outs, lses = [], []
     for head, (lane, before) in enumerate(zip(pages, past.tolist(), strict=True)):
@@ -107,7 +107,7 @@ def prefill_attention_pool(
         part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, scale)
         outs.append(part)
         lses.append(lse)
-    joined = torch.cat(outs, 1)
+    joined = torch.cat(outs, 1).to(q.dtype)
     return (joined if out is None else out.copy_(joined)), torch.cat(lses, 1)
 
 
@@ -119,7 +119,7 @@ def prefill_attention(
     *,
     scale: float,
     distance: int | None = None,
-    out: Tensor | None = None,  # float32 [C, H, D]
+    out: Tensor | None = None,  # [C, H, D]
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend a chunk of one sequence to its pages, all of them older, and causally to explicit keys.
@@ -127,7 +127,7 @@ def prefill_attention(
     The last C keys are the chunk's own. `out` is room for the output, to be used again.
 
     Returns:
-        output, float32 `[C, H, D]`; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the
+        output `[C, H, D]` in q's dtype; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the
         largest weight each explicit key gets from a query at least so many tokens behind it (0: no query is), of any
         of its lane's heads, float32 `[KVH, N]`.
     """
@@ -145,7 +145,7 @@ def prefill_attention(
         if distance is not None:
             near = position - torch.arange(num_arena) < distance
             largest.append(weights.amax(1)[:, -num_arena:].masked_fill(near, 0).amax(0))
-    joined = torch.cat(outs, 1)
+    joined = torch.cat(outs, 1).to(q.dtype)
     return (
         joined if out is None else out.copy_(joined),
         torch.cat(lses, 1),

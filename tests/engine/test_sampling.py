@@ -10,6 +10,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.constraint import constrain
 from engine.request import SamplingParams
 from engine.sampling import make_random, probabilities, sample
 
@@ -61,3 +62,19 @@ def test_settings_out_of_range_are_refused():
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 1}, {"max_new_tokens": 0}, {"stop": ("",)}):
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
             SamplingParams(**wrong)
+
+
+def test_a_constraint_binds_its_own_row_alone():
+    class Only:
+        def __init__(self, *tokens):
+            self.allowed = torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor(tokens), True)
+
+        def mask(self):
+            return self.allowed
+
+    logits = torch.tensor([[0.0, 1, 2, 3, 4, 5]]).repeat(3, 1)
+    params, before = [SamplingParams()] * 3, logits.clone()
+    bound = constrain(logits, [None, Only(1, 3), Only(0)])
+    assert sample(bound, params, [None] * 3) == [5, 3, 0]
+    assert torch.equal(bound[0], before[0]) and torch.equal(logits, before)
+    assert constrain(logits, [None] * 3) is logits

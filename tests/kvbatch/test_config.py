@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbatch.config import config_hash, load_job, to_yaml
+from kvbatch.config import load_job, to_yaml
 from kvbatch.errors import JobFileError
+from kvbatch.fingerprint import config_hash
 
 GOOD = """\
 version: 1

@@ -73,6 +73,16 @@ def test_the_table_for_people_shows_types_rows_and_reasons(tmp_path):
     assert "notes.txt: skipped" in err
 
 
+def test_people_and_programs_get_the_same_verdict(tmp_path):
+    """Two columns of one name, and a type that changes, matter to a job that uses them alone."""
+    for number, value in enumerate([1, "one"]):
+        columns = [pa.array(["a"]), pa.array(["t"]), pa.array([value]), pa.array([2]), pa.array([3])]
+        table = pa.table(columns, ["id", "text", "n", "m", "m"])
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    for as_json in (True, False):
+        assert inspect(tmp_path, as_json=as_json)[0] == 0
+
+
 def test_no_model_library_is_loaded(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "t"}\n')

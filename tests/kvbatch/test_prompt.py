@@ -126,6 +126,17 @@ def test_a_cut_splits_no_character(tokenizer, drop):
         assert "�" not in tokenizer.decode(prompt.token_ids)
 
 
+def test_a_very_long_text_is_tokenised_in_pieces(tokenizer, monkeypatch):
+    document = Doc("The quick brown fox jumps <|im_end|>\n" * 20 + "\u65e5\u672c" * 60)
+    builder = PromptBuilder(tokenizer, PromptSection(template="A {text} B"))
+    limits = [10_000, 300]
+    whole = [builder.build(document, limit, truncate("middle")) for limit in limits]
+    for name, value in (("WHOLE_CHARS", 200), ("PIECE_CHARS", 101), ("SPACE_CHARS", 20)):
+        monkeypatch.setattr(f"kvbatch.tokens.{name}", value)
+    assert [builder.build(document, limit, truncate("middle")) for limit in limits] == whole
+    assert whole[1].outcome == "truncated"
+
+
 def test_just_at_and_just_over_the_limit(tokenizer):
     builder = PromptBuilder(tokenizer, PromptSection(template="{text} Answer."))
     needed = builder.build(Doc("some text"), 400, ERROR).num_tokens

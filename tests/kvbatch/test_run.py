@@ -5,14 +5,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine import EngineStats, Result
 from kvbatch.config import load_job
 from kvbatch.errors import (
     InputError,
@@ -29,50 +27,9 @@ from kvbatch.run import run_job
 from kvbatch.runlog import RunLog
 from kvbatch.shard import row_seed
 from tests.engine.models.tiny_models import save_tiny_model
+from tests.kvbatch.fakes import Backwards
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
-
-
-class Backwards:
-    """An engine that answers a window's rows in the opposite order, after pulling three at a time."""
-
-    def __init__(self, fail=()):
-        self.requests, self.fail = [], fail
-        self.monitor = SimpleNamespace(samples=[], lanes=None)
-
-    def generate(self, requests):
-        held = []
-        for request in requests:
-            if request is not None:
-                self.requests.append(request)
-                held.append(request)
-            if request is None or len(held) == 3:
-                yield from self._answers(held)
-                held = []
-        yield from self._answers(held)
-
-    def _answers(self, held):
-        for request in reversed(held):
-            bad = request.request_id in self.fail
-            yield Result(
-                request_id=request.request_id,
-                token_ids=[5],
-                text=f"answer {request.request_id}",
-                finish_reason="error" if bad else "stop",
-                error_message="it broke" if bad else None,
-                prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=1,
-                cached_prompt_tokens=request.prefix_tokens,
-                num_chunks=1,
-                kv_full_bytes=100,
-                kv_kept_bytes=50,
-                kv_peak_bytes=100,
-                prefill_s=0.1,
-                decode_s=0.1,
-            )
-
-    def stats(self):
-        return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1, 1, 1)
 
 
 def output(run) -> pl.DataFrame:
@@ -177,6 +134,9 @@ def test_nothing_new(job_file, tiny_model):
     assert run(path, "generation.seed=1").is_new
     assert run(path).is_new, "latest is another job's run now"
     os.utime("in.jsonl", ns=(1, 1))
+    assert not run(path).is_new, "a touched file is the same file"
+    text = Path("in.jsonl").read_text()
+    Path("in.jsonl").write_text(text.replace("fox", "cat"))
     assert run(path).is_new
     (run(path).run.path / "_SUCCESS").unlink()
     assert run(path).is_new, "a run without _SUCCESS is not to be relied upon"
@@ -209,7 +169,7 @@ def test_a_corrupt_model_is_told_before_any_document_is_read(job_file, tiny_mode
         (model / "model.safetensors").write_bytes(content)
         with pytest.raises(ModelUnavailable, match="truncated or corrupt"):
             run(path)
-    assert not Path("runs").exists()
+    assert [path.name for path in Path("runs/test").iterdir()] == ["LOCK"], "no run was begun"
 
 
 def test_a_full_disk_is_told_as_one(tmp_path):
@@ -257,7 +217,7 @@ def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_pat
     ]:
         with pytest.raises(kind, match=match):
             run(path, override, make_llm=forbidden)
-    assert not (tmp_path / "runs").exists(), "no run directory for a job that never started"
+    assert not list(Path("runs/test").glob("*/")), "no run directory for a job that never started"
     with pytest.raises(JobFileError, match=r"prompt\.template uses \{title\}"):
         run(path, "input.passthrough=all", "prompt.template='{title} {text}'", make_llm=forbidden)
 

@@ -5,6 +5,7 @@ is there.
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -159,10 +160,13 @@ def prefill_attention_pool(
     past: Tensor,  # int64 [KVH]
     *,
     scale: float,
-    out: Tensor | None = None,  # float32 [C, H, D]
+    out: Tensor | None = None,  # [C, H, D]
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_twin.prefill_attention_pool`; slabs in float32 or bfloat16."""
+    """See `torch_twin.prefill_attention_pool`; queries and slabs in float32 or bfloat16.
+
+    With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it.
+    """
     num_new, num_heads, dim = q.shape
     _check(keys, (torch.float32, torch.bfloat16))
     _check(values, (keys.dtype,))
@@ -199,10 +203,13 @@ def prefill_attention(
     *,
     scale: float,
     distance: int | None = None,
-    out: Tensor | None = None,  # float32 [C, H, D]
+    out: Tensor | None = None,  # [C, H, D]
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.prefill_attention`; keys and values in float32 or bfloat16."""
+    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16.
+
+    With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it.
+    """
     num_lanes, num_arena, dim = keys.shape
     assert (
         keys.shape == values.shape
@@ -236,19 +243,21 @@ def prefill_attention(
 
 def _chunk(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return a chunk's queries as the kernels want them, and room for output and log-sum-exp."""
-    rows = q if q.dtype == torch.float32 and q.stride(2) == 1 else q.float().contiguous()
+    assert q.dtype in (torch.float32, torch.bfloat16) and q.device.type == "cpu"
     if out is None:
-        out = torch.empty(q.shape)
-    _check(out, (torch.float32,))
-    assert out.shape == q.shape and q.device.type == "cpu"
-    return rows, out, torch.empty(q.shape[:2])
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check(out, (q.dtype,))
+    assert out.shape == q.shape
+    return q if q.stride(2) == 1 else q.contiguous(), out, torch.empty(q.shape[:2])
 
 
 def _queries(rows: Tensor, num_lanes: int, scale: float) -> tuple:
-    """Return pointer, strides of tokens and heads, tokens, query heads of a lane, head dim and scale."""
+    """Return pointer, whether bfloat16, strides of tokens and heads, tokens, query heads of a lane, head dim, scale."""
+    assert scale > 0
     num_new, num_heads, dim = rows.shape
     strides = (ctypes.c_int64(rows.stride(0)), ctypes.c_int64(rows.stride(1)))
-    return _pointer(rows), *strides, num_new, num_heads // num_lanes, dim, ctypes.c_float(scale)
+    is_bf16 = int(rows.dtype == torch.bfloat16)
+    return _pointer(rows), is_bf16, *strides, num_new, num_heads // num_lanes, dim, ctypes.c_float(scale)
 
 
 def _rows(q: Tensor, num_items: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,8 +292,9 @@ def _table(table: PageTable) -> tuple:
     )
 
 
+@functools.cache
 def _formats(formats: tuple[PageFormat, ...]) -> ctypes.Array:
-    """Return the formats as C structs of int32 (`Format` in attend.h); -1 where a section is missing."""
+    """Return the formats as C structs of int32 (`Format` in page.h); -1 where a section is missing."""
     fields = []
     for kind in formats:
         scaled = (kind.key_scale_offset, kind.key_min_offset, kind.value_scale_offset, kind.value_min_offset)

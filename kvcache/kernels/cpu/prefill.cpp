@@ -7,6 +7,7 @@ namespace {
 
 constexpr int UNIT_PANELS = 8;  // rows that share the fetching, and the unpacking, of a page
 
+template <class Kind>
 struct Work {
   const Queries& queries;
   const std::vector<Lane>& lanes;
@@ -25,16 +26,16 @@ struct Work {
     int64_t left = (int64_t)queries.panels() * lanes.size();
     for (size_t lane = 0; lane < lanes.size(); lane++)
       for (int end = queries.panels(); end > 0;) {
-        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (4 * threads), 1, UNIT_PANELS));
+        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (2 * threads), 1, UNIT_PANELS));
         end -= count, left -= count;
         units.push_back({(int)lane, end, count});
       }
     found.resize(units.size() * num_judged());
   }
 
-  Prefill state() const { return Prefill(queries); }
+  Prefill<Kind> state() const { return {queries}; }
 
-  void operator()(Prefill& prefill, int64_t i) {
+  void operator()(Prefill<Kind>& prefill, int64_t i) {
     const Unit& unit = units[i];
     prefill.run(lanes[unit.lane], unit.lane, unit.first, unit.count, found.data() + i * num_judged());
   }
@@ -57,6 +58,13 @@ struct Work {
   }
 };
 
+void execute(const Queries& queries, const std::vector<Lane>& lanes, float* largest, int threads) {
+#ifdef KVBATCH_HAS_PAIRS
+  if (queries.bf16) return Work<Pairs>{queries, lanes, largest, {}, {}}.execute(threads);
+#endif
+  Work<Floats>{queries, lanes, largest, {}, {}}.execute(threads);
+}
+
 Format whole(int element_bytes, int page_tokens) {
   return {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1, -1};
 }
@@ -67,9 +75,9 @@ extern "C" {
 
 // One table of page ids per KV head; `past` slots of each lane are older than the chunk.
 void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_bytes, int page_tokens,
-                      const int64_t* tables, int64_t table_width, const int64_t* past, int kv_heads, const float* q,
-                      int64_t token_stride, int64_t head_stride, int tokens, int group, int dim, float scale,
-                      float* out, float* lse, int threads) {
+                      const int64_t* tables, int64_t table_width, const int64_t* past, int kv_heads, const void* q,
+                      int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group, int dim,
+                      float scale, void* out, float* lse, int threads) {
   const Format format = whole(element_bytes, page_tokens);
   const int64_t page_bytes = (int64_t)page_tokens * dim * element_bytes;
   std::vector<Lane> lanes(kv_heads);
@@ -81,16 +89,17 @@ void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_by
       lanes[h].add({keys + offset, values + offset, nullptr, &format, count});
     }
   }
-  const Queries queries = {q, token_stride, head_stride, tokens, kv_heads * group, group, dim, scale, out, lse, 0};
-  Work{queries, lanes, nullptr, {}, {}}.execute(threads);
+  const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
+                           group, dim,         scale,        out,         lse,    0};
+  execute(queries, lanes, nullptr, threads);
 }
 
 // Pages of any format, whose addresses may be null, then an arena [KVH, N, D], lanes `lane_bytes` apart.
 void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
                        const int32_t* counts, const int64_t* first, const int64_t* length, const uint8_t* keys,
                        const uint8_t* values, int element_bytes, int64_t lane_bytes, int arena_slots, int kv_heads,
-                       const float* q, int64_t token_stride, int64_t head_stride, int tokens, int group, int dim,
-                       float scale, float* out, float* lse, int64_t distance, float* largest, int threads) {
+                       const void* q, int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group,
+                       int dim, float scale, void* out, float* lse, int64_t distance, float* largest, int threads) {
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
   const Format format = whole(element_bytes, arena_slots);
   std::vector<Lane> lanes(kv_heads);
@@ -100,8 +109,8 @@ void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t
     lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, arena_slots});
     if (largest) lanes[h].num_judged = arena_slots;
   }
-  const Queries queries = {q,   token_stride, head_stride, tokens, kv_heads * group, group,
-                           dim, scale,        out,         lse,    distance};
-  Work{queries, lanes, largest, {}, {}}.execute(threads);
+  const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
+                           group, dim,         scale,        out,         lse,    distance};
+  execute(queries, lanes, largest, threads);
 }
 }

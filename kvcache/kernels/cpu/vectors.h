@@ -134,7 +134,12 @@ static inline void read_halves(const uint8_t* p, int count, float* out) {
 
 // Round to nearest even.
 static inline void store_bf16(uint16_t* p, f32x8 x) {
-  u32x8 bits = (u32x8)x;
-  bits = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  for (int i = 0; i < 8; i++) p[i] = (uint16_t)bits[i];
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+  const __m128bh rounded = _mm256_cvtneps_pbh((__m256)x);
+#else
+  typedef uint16_t u16x8 __attribute__((vector_size(16)));
+  const u32x8 bits = (u32x8)x;
+  const u16x8 rounded = __builtin_convertvector((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, u16x8);
+#endif
+  memcpy(p, &rounded, sizeof rounded);
 }

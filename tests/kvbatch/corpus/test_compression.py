@@ -50,7 +50,7 @@ def test_a_cut_stream_is_truncated_wherever_it_is_cut(tmp_path, codec, num_whole
 def test_what_follows_the_last_frame_is_not_passed_over(tmp_path, codec):
     path = tmp_path / "tail"
     path.write_bytes(PACK[codec](DATA) + b"more than padding")
-    with pytest.raises(StreamError, match="damaged"):
+    with pytest.raises(StreamError, match="damaged|follow the"):
         unpack(path)
 
 

@@ -107,7 +107,7 @@ def test_everything_that_cannot_be_read_is_named_at_once(tmp_path, write_jsonl):
         "array.json: it is one JSON document",
         "pretty.json: it is one JSON document",
         "html.parquet: it is not Parquet",
-        "utf16.jsonl: it is UTF-16 text",
+        "utf16.jsonl: it is UTF-16LE text",
         "zip.jsonl: it is a zip archive",
         "packed.parquet: Parquet inside gzip",
         "gone.jsonl: no such file",

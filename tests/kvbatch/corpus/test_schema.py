@@ -91,6 +91,12 @@ def test_a_clash_names_both_files_and_types(tmp_path):
         (pa.string(), pa.binary(), None),
         (pa.string(), pa.large_string(), pa.large_string()),
         (pa.dictionary(pa.int8(), pa.string()), pa.string(), pa.string()),
+        (
+            pa.dictionary(pa.int8(), pa.string()),
+            pa.dictionary(pa.int32(), pa.string()),
+            pa.dictionary(pa.int32(), pa.string()),
+        ),
+        (pa.time32("ms"), pa.time64("us"), pa.time64("us")),
         (pa.timestamp("s", "UTC"), pa.timestamp("ms", "UTC"), pa.timestamp("ms", "UTC")),
         (pa.timestamp("s", "UTC"), pa.timestamp("s"), None),
         (pa.decimal128(38, 0), pa.decimal128(10, 6), pa.decimal256(44, 6)),

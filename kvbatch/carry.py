@@ -1,0 +1,142 @@
+"""Which rows of earlier runs need not be done again: the choice of the incremental mode and of `kvbatch retry`.
+
+The plan of the new run says of each carried row where an earlier run wrote it, so that a run that is continued copies
+the same. How they are found and copied is the business of `kvbatch.earlier_rows`.
+
+Imports neither torch nor transformers: whether something is new must be known at once.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvbatch.content import row_line
+from kvbatch.corpus import Corpus
+from kvbatch.corpus.fields import FieldTypes
+from kvbatch.errors import InputError, JobChanged
+from kvbatch.fingerprint import changes
+from kvbatch.job import Job
+from kvbatch.manifest import PLAN_NAME, RunDirectory, describe_files, describe_run, may_now_fit
+
+_MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Choose rows of earlier runs.
+
+    Args:
+        runs: their directories, newest first.
+        redo: finish reasons of the rows that are not carried; `error` is that of rows without an answer.
+        same_input: the input must hold the rows of the run, all and no others.
+    """
+
+    runs: tuple[str, ...] = ()
+    redo: tuple[str, ...] = ("error",)
+    same_input: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a manifest keeps."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> "Carry":
+        """Return the choice that a run's manifest keeps; raises as `RunDirectory.read_manifest`."""
+        values = run.read_manifest().get("carry")
+        return cls(tuple(values["runs"]), tuple(values["redo"]), values["same_input"]) if values else cls()
+
+    @cached_property
+    def directories(self) -> tuple[RunDirectory, ...]:
+        """The runs."""
+        return tuple(RunDirectory(Path(run)) for run in self.runs)
+
+
+def find_run_of_same_rows(job: Job, corpus: Corpus) -> RunDirectory | None:
+    """Return the job's last successful run if the input holds the rows that it did, in the same order.
+
+    Only files of another size or time than that run saw are read.
+
+    Raises:
+        InputError: One of them cannot be read.
+    """
+    wanted = describe_run(job, corpus.files)
+    for run, manifest in _runs(job):
+        if run.is_success:
+            same = all(
+                manifest.get(key) == wanted[key]
+                for key in ("format", "kvbatch", "config_hash", "model_files")
+            )
+            if same and not may_now_fit(run, manifest, job) and _has_same_rows(manifest, job, corpus):
+                return run
+            return None
+    return None
+
+
+def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
+    """Return the choice of an incremental job: what its last success answered, and runs after it that did not end.
+
+    Args:
+        semantic: what decides the job's output; what it says of the input decides no answer.
+    """
+    found: list[str] = []
+    for run, manifest in _runs(job):
+        if _answers(manifest.get("semantic", {})) == _answers(semantic):
+            found.append(str(run.path))
+            if run.is_success:
+                break
+    return Carry(tuple(found)) if found else None
+
+
+def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
+    """Prove that the rows of earlier runs may stand beside those of a model.
+
+    Raises:
+        JobChanged: Another one made them.
+    """
+    for run in carry.directories:
+        before = run.read_manifest().get("semantic", {})
+        lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
+        if lines:
+            raise JobChanged(
+                f"the model changed since {run.path}; run the job anew:\n  " + "\n  ".join(lines)
+            )
+
+
+def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
+    """Yield the job's runs, the newest first, with their manifests."""
+    made = [
+        (path.stat().st_mtime_ns, path.parent)
+        for path in Path(job.output_dir).glob("*/manifest.json")
+        if not path.parent.is_symlink() and path.parent.name != PLAN_NAME
+    ]
+    for _, path in sorted(made, reverse=True):
+        run = RunDirectory(path)
+        try:
+            yield run, run.read_manifest()
+        except InputError:
+            continue  # damaged: nothing is taken from it
+
+
+def _has_same_rows(manifest: dict[str, Any], job: Job, corpus: Corpus) -> bool:
+    before = {file["path"]: file for file in manifest["input_files"]}
+    now = describe_files(corpus.files)
+    if [*before] != [file["path"] for file in now]:
+        return False
+    changed = [file for file, facts in zip(corpus.files, now, strict=True) if before[file.path] != facts]
+    if changed and job.input.limit is not None:  # which rows of a file count hangs on the files before it
+        return False
+    corpus.check()
+    for file in changed:
+        digest = hashlib.sha256()
+        for document in corpus.read(file, FieldTypes()):
+            digest.update(row_line(document))
+        if digest.hexdigest() != manifest["text_sha256"].get(file.path, hashlib.sha256().hexdigest()):
+            return False
+    return True
+
+
+def _answers(semantic: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in semantic.items() if not key.startswith("input.")}

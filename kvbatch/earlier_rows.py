@@ -1,0 +1,130 @@
+"""Rows that earlier runs did: found by their id and content, copied into the output of a new run."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvbatch.carry import Carry
+from kvbatch.commit import finished_rows, is_committed
+from kvbatch.errors import InputError, JobChanged
+from kvbatch.manifest import RunDirectory
+from kvbatch.shard import OUTPUT_FIELDS
+from kvbatch.wal import read_rows
+
+Place = tuple[int, int]  # which of the runs, and the row's index in it
+
+_REDO = -1  # a row that is known, but to be done again
+_INDEX_BITS = 48
+
+
+class EarlierRows:
+    """Know where the rows of earlier runs are: 24 bytes a row.
+
+    Raises:
+        InputError: A run cannot be read, or has to be whole and is not.
+    """
+
+    def __init__(self, carry: Carry):
+        self._carry = carry
+        keys: list[tuple[int, int]] = []
+        places: list[int] = []
+        for number, run in enumerate(carry.directories):
+            num_rows = 0
+            for planned, made in finished_rows(run, ["kvb_finish_reason"]):
+                num_rows += 1
+                is_redone = made["kvb_finish_reason"] in carry.redo
+                # a rejected row is read and rejected again
+                if planned["status"] != "rejected" and (carry.same_input or not is_redone):
+                    keys.append(_key(planned["row_id"], planned["content"]))
+                    places.append(_REDO if is_redone else number << _INDEX_BITS | planned["index"])
+            if carry.same_input and num_rows != run.read_manifest().get("num_rows"):
+                raise InputError(
+                    f"{run.path} did not come to its end; continue it first: kvbatch resume {run.path}"
+                )
+        halves = np.array(keys, np.uint64).reshape(-1, 2)
+        order = np.argsort(halves[:, 0], kind="stable")  # of equal keys, that of the newest run comes first
+        self._high, self._low = halves[order, 0], halves[order, 1]
+        self._places = np.array(places, np.int64)[order]
+        self._num_met = 0
+
+    @property
+    def num_redone(self) -> int:
+        """Known rows that are not carried."""
+        return int((self._places == _REDO).sum())
+
+    def find(self, row_id: str, content: str | None) -> Place | None:
+        """Return where the row's output lies; None if it has to be made.
+
+        Raises:
+            JobChanged: The input is not that of the run, and has to be.
+        """
+        high, low = _key(row_id, content)
+        at = int(np.searchsorted(self._high, np.uint64(high)))
+        if at == len(self._high) or (int(self._high[at]), int(self._low[at])) != (high, low):
+            if self._carry.same_input:
+                raise self._changed(f"row {row_id!r} is not in it as it is now")
+            return None
+        self._num_met += 1
+        place = int(self._places[at])
+        return None if place == _REDO else (place >> _INDEX_BITS, place & ((1 << _INDEX_BITS) - 1))
+
+    def check_met(self) -> None:
+        """Say after planning whether every row was there.
+
+        Raises:
+            JobChanged: The input is not that of the run, and has to be.
+        """
+        missing = len(self._places) - self._num_met
+        if self._carry.same_input and missing:
+            raise self._changed(f"{missing:,} of its rows are gone")
+
+    def _changed(self, what: str) -> JobChanged:
+        return JobChanged(
+            f"the input changed since {self._carry.runs[0]}: {what}; run the job with input.incremental=true instead"
+        )
+
+
+def copy_rows(carry: Carry, places: Sequence[Place]) -> list[dict[str, Any]]:
+    """Return the output columns of rows of earlier runs, in the order of `places`.
+
+    Raises:
+        InputError: A shard of theirs is gone or damaged.
+    """
+    wanted: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    shard_rows = [
+        run.read_manifest()["operational"]["output.shard_rows"] if run.manifest.exists() else 1
+        for run in carry.directories
+    ]
+    for position, (number, index) in enumerate(places):
+        shard, place = divmod(index, shard_rows[number])
+        wanted[number, shard].append((position, place))
+    rows: list[dict[str, Any]] = [{}] * len(places)
+    for (number, shard), pairs in wanted.items():
+        found = _shard_rows(carry.directories[number], shard, [place for _, place in pairs])
+        for (position, _), row in zip(pairs, found, strict=True):
+            rows[position] = row
+    return rows
+
+
+def _shard_rows(run: RunDirectory, shard: int, places: list[int]) -> list[dict[str, Any]]:
+    file = run.shard_file(shard)
+    try:
+        if is_committed(run, shard):
+            with pq.ParquetFile(file) as parquet:
+                return parquet.read(pa.schema(OUTPUT_FIELDS).names).take(places).to_pylist()
+        finished = read_rows(run.wal_file(shard), OUTPUT_FIELDS)
+        return [finished[place] for place in places]
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise InputError(
+            f"{file}, rows of which are carried over, is gone or damaged ({error}); kvbatch run --new-run starts afresh"
+        ) from error
+
+
+def _key(row_id: str, content: str | None) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"{row_id}\0{content}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")

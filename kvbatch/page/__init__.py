@@ -1,0 +1,28 @@
+"""`report.html`: one run on one page that fetches nothing. Figures, plots and markup are a module each."""
+
+from pathlib import Path
+
+from kvbatch.manifest import RunDirectory
+from kvbatch.writer import write_text
+
+
+def write_page(run: RunDirectory) -> Path:
+    """Write the page of a run, ended or not, and return its path.
+
+    Raises:
+        InputError: It is no run directory.
+        OutputError: The page cannot be written.
+    """
+    from kvbatch.page.figures import compute
+    from kvbatch.page.markup import render_page
+    from kvbatch.report import load_summary
+
+    job = run.path / "job.resolved.yaml"
+    page = render_page(
+        load_summary(run.path),
+        compute(run),
+        run.read_manifest(),
+        job.read_text(encoding="utf-8") if job.exists() else "",
+    )
+    write_text(run.page, page)
+    return run.page

@@ -1,0 +1,372 @@
+"""`kvbatch plan`: what a job will do, need, take and cost, before it runs and without its weights.
+
+The plan stays beside the job's runs, and the next run of the same job and input uses it. What prompts have in tokens is
+taken from the last plan or run where that has them, by content.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from kvbatch.config import to_yaml
+from kvbatch.errors import InputError, JobFileError, OutputError
+from kvbatch.fingerprint import job_fingerprint
+from kvbatch.job import Job
+from kvbatch.lock import IfLocked, job_lock
+from kvbatch.manifest import PLAN_NAME, RunDirectory, open_run
+from kvbatch.plan import Planner, PlanSummary, read_plan
+from kvbatch.progress import format_bytes
+from kvbatch.run import JobRunner, opened_job, plan_memory
+from kvbatch.speed import Speed, keep_speed, known_speed
+from kvbatch.writer import write_json, write_text
+
+if TYPE_CHECKING:
+    from engine.budget import Budget
+    from kvbatch.stop import Stopper
+
+# What decides how long a prompt is; a plan that has the same may be asked for token counts.
+_PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
+_WHAT_IF_SECTIONS = ("cache", "engine")
+_NUM_CLASSES = 12
+_BAR_WIDTH = 40
+_SAMPLE = 6  # rows of a calibration
+_MAX_FORECAST_ROWS = 2000  # more are forecast from these
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a job takes.
+
+    Args:
+        seconds: of running, loading and planning aside.
+        answer_tokens: of a row, as assumed.
+        basis: where that comes from, in words.
+    """
+
+    seconds: float
+    answer_tokens: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan and what to say of it.
+
+    Args:
+        run: the directory of the plan.
+        is_new: whether it was made now.
+        what_if: the same rows under other keys, and how these are written.
+    """
+
+    run: RunDirectory
+    is_new: bool
+    summary: PlanSummary
+    memory_budget_bytes: int
+    lengths: list[tuple[int, int, int]]  # from, to, rows
+    estimate: Estimate | None
+    what_if: "tuple[str, PlanView] | None" = None
+
+
+def plan_job(
+    job: Job,
+    *,
+    what_if: Sequence[str] = (),
+    other: Job | None = None,
+    calibrate: bool = False,
+    stopper: "Stopper | None" = None,
+) -> PlanView:
+    """Plan a job, unless a plan of the very same is there.
+
+    Args:
+        what_if: the keys that `other`, the job to compare with, has otherwise, as they were written.
+        calibrate: measure the speed on a few rows, for which the weights are loaded.
+
+    Raises:
+        KvbatchError: With the exit code of what went wrong.
+    """
+    if other:
+        _check_what_if(job, other)
+    with (
+        job_lock(Path(job.output_dir), IfLocked()),
+        opened_job(job, stopper=stopper) as runner,
+    ):
+        run = RunDirectory(Path(job.output_dir) / PLAN_NAME)
+        found = runner.find_plan()
+        if found:
+            runner.divide_budget(found)
+            summary = PlanSummary.load(found.path, found.read_manifest()["plan"])
+        else:
+            summary = _make(runner, run)
+        if calibrate and summary.num_running:
+            _calibrate(runner)
+        lengths = _lengths(run)
+        view = PlanView(
+            run,
+            not found,
+            summary,
+            runner.engine_config.memory_budget_bytes,
+            lengths,
+            _estimate(runner, summary, run),
+        )
+        if other:
+            view = replace(view, what_if=(" ".join(what_if), _compare(runner, other, view)))
+        return view
+
+
+def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
+    """Plan anew; raises as `JobRunner.make_plan`."""
+    runner.choose_rows(None, new_run=True)
+    runner.divide_budget(None)
+    known = _known_tokens(runner, run)
+    try:
+        if run.path.exists():
+            shutil.rmtree(run.path)
+        (run.path / "stats").mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
+    write_text(run.path / "job.resolved.yaml", to_yaml(runner.job))
+    write_json(run.manifest, runner.manifest | {"run_id": run.run_id})
+    runner.progress.start("planning")
+    return runner.make_plan(run, known)
+
+
+def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
+    """Return the prompt tokens of rows by content, from the last plan and run whose prompts are made alike."""
+    if runner.job.input.format == "openai-batch":
+        return {}  # a row says more than its content: how long its answer may be
+    wanted = _prompt_keys(runner.fingerprint.semantic)
+    known: dict[str, int] = {}
+    for path in (plan.path, Path(runner.job.output_dir) / "latest"):
+        try:
+            run = open_run(path)
+            if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
+                continue
+            rows = pl.read_parquet(run.path / "plan.parquet", columns=["content", "outcome", "prompt_tokens"])
+        except (InputError, OSError, pl.exceptions.PolarsError):
+            continue
+        rows = rows.filter((pl.col("outcome") == "fits") & pl.col("content").is_not_null())
+        known |= dict(zip(rows["content"], rows["prompt_tokens"], strict=True))
+    return known
+
+
+def _prompt_keys(semantic: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in semantic.items() if key.startswith(_PROMPT_KEYS)}
+
+
+def _check_what_if(job: Job, other: Job) -> None:
+    """Prove that two jobs differ in nothing but what prompts do not depend on.
+
+    Raises:
+        JobFileError: They do.
+    """
+    mine, theirs = ({**f.semantic, **f.operational} for f in (job_fingerprint(job), job_fingerprint(other)))
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key) and key.split(".")[0] not in _WHAT_IF_SECTIONS:
+            raise JobFileError(
+                f"--what-if compares keys of {' and '.join(_WHAT_IF_SECTIONS)}, not {key}; plan a second time with -s"
+            )
+
+
+def _compare(runner: JobRunner, other: Job, view: PlanView) -> PlanView:
+    """Return the view of the same rows under another job; raises as `plan_memory`."""
+    job, config, budget = runner.job, runner.engine_config, runner.budget
+    try:
+        runner.job = other
+        runner.engine_config, runner.budget = plan_memory(other, runner.model, runner.builder)
+        planner = Planner(other, runner.builder, runner.budget, runner.model.config.max_context)
+        rows: list[dict[str, Any]] = []
+        summary = planner.replan(_kept(read_plan(view.run.path), rows))
+        estimate = _estimate(runner, summary, view.run, rows)
+        return replace(
+            view,
+            summary=summary,
+            memory_budget_bytes=runner.engine_config.memory_budget_bytes,
+            estimate=estimate,
+        )
+    finally:
+        runner.job, runner.engine_config, runner.budget = job, config, budget
+
+
+def _kept(
+    shards: Iterator[list[dict[str, Any]]], rows: list[dict[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Pass shards on; once one was used, keep its rows, as far as a forecast needs them."""
+    for shard in shards:
+        yield shard
+        if len(rows) < _MAX_FORECAST_ROWS:
+            rows += shard
+
+
+def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
+    """Return the prompts' lengths in classes of equal width."""
+    tokens = pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])[
+        "prompt_tokens"
+    ].drop_nulls()
+    if not len(tokens):
+        return []
+    width = max(1, -(-(tokens.max() + 1) // _NUM_CLASSES))
+    counts = (tokens // width).value_counts().rows()
+    by_class = dict(counts)
+    return [(i * width, (i + 1) * width, by_class.get(i, 0)) for i in range(tokens.max() // width + 1)]
+
+
+def _calibrate(runner: JobRunner) -> Speed | None:
+    """Run a few of the job's own rows, together, and keep how fast they went and how long their answers were."""
+    import time
+
+    from engine import LLM
+    from engine.detokenizer import Detokenizer
+    from kvbatch.quality import sample_requests
+
+    runner.progress.start("calibrating")
+    requests = [
+        replace(request, request_id=number)
+        for number, (_, request) in enumerate(sample_requests(runner, _SAMPLE))
+    ]
+    layout = runner.budget.layout
+    pages = sum(
+        layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens) for r in requests
+    ) + layout.sequence_pages(max(r.prefix_tokens for r in requests) or 1)
+    config = replace(runner.engine_config, pool_pages=pages)
+    llm = LLM(runner.model.decoder, config, Detokenizer(runner.model.tokenizer))
+    started_s = time.perf_counter()
+    results = list(llm.generate(requests))
+    speed = keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
+    answers = [result.completion_tokens for result in results]
+    write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
+    return speed
+
+
+def _answers_file(runner: JobRunner) -> Path:
+    return Path(runner.job.output_dir) / PLAN_NAME / "calibration.json"
+
+
+def _estimate(
+    runner: JobRunner, summary: PlanSummary, run: RunDirectory, rows: list[dict[str, Any]] | None = None
+) -> Estimate | None:
+    """Forecast the running time, if the speed is known; `rows` are the plan's own unless given."""
+    speed = known_speed(runner)
+    if speed is None or not summary.num_running:
+        return None
+    from engine.forecast import PlannedRow, forecast_s
+
+    answer_tokens, basis = _answer_tokens(runner)
+    if rows is None:
+        rows = []
+        for _ in _kept(read_plan(run.path), rows):
+            pass
+    layout, cache = runner.budget.layout, runner.engine_config.cache
+    ordered = sorted(
+        (row for row in rows if row["status"] == "ok"), key=lambda row: (row["shard"], row["order"])
+    )[:_MAX_FORECAST_ROWS]
+    planned = [
+        PlannedRow(row["prompt_tokens"], round(answer_tokens), row["predicted_kv_bytes"] // layout.page_bytes)
+        for row in ordered
+    ]
+    pages = min(summary.peak_pages, runner.budget.capacity_pages)
+    budget: Budget = replace(runner.budget, capacity_pages=pages)
+    seconds = forecast_s(
+        planned,
+        budget,
+        speed.coefficients,
+        shared_tokens=len(runner.builder.prefix_ids),
+        chunk_tokens=cache.chunk_size if cache.compresses and cache.streaming else None,
+    )
+    scale = summary.prompt_tokens / sum(row["prompt_tokens"] for row in ordered)
+    return Estimate(seconds * scale * speed.overhead, answer_tokens, basis)
+
+
+def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
+    """Return how long answers are: as in the last run, as in the calibration, or at most."""
+    most = runner.job.generation.max_new_tokens
+    try:
+        last = open_run(Path(runner.job.output_dir) / "latest").read_summary()
+        if last.get("ok") and last.get("completion_tokens"):
+            return min(most, last["completion_tokens"] / last["ok"]), "as in the last run"
+    except InputError:
+        pass
+    try:
+        found = json.loads(_answers_file(runner).read_text(encoding="utf-8"))["answer_tokens"]
+        return min(most, found), "as in the calibration"
+    except (OSError, ValueError, KeyError):
+        return float(most), "the most there may be"
+
+
+def render(view: PlanView, price_per_hour: float | None = None) -> str:
+    """Return the plan for a terminal, beside it what it would be under other keys."""
+    columns = [("", view), view.what_if] if view.what_if else [("", view)]
+    lines = [f"plan         {view.run.path / 'plan.parquet'}{'' if view.is_new else ', made earlier'}"]
+    summary = view.summary
+    outcomes = ", ".join(f"{count:,} {name}" for name, count in summary.outcomes.items())
+    lines.append(f"rows         {summary.num_rows:,}: {outcomes or 'none'}")
+    lines.append(
+        f"tokens       {summary.prompt_tokens:,} prompt"
+        + (f", {summary.dropped_tokens:,} dropped" if summary.dropped_tokens else "")
+    )
+    most = max((count for _, _, count in view.lengths), default=0)
+    for number, (start, end, count) in enumerate(view.lengths):
+        bar = "█" * round(_BAR_WIDTH * count / most) or ("▏" if count else "")
+        lines.append(f"{'lengths' if not number else '':<12} {start:>7,}–{end - 1:<7,} {bar} {count:,}")
+    facts = [dict(_facts(column, price_per_hour)) for _, column in columns]
+    width = max(len(fact) for fact in facts[0].values()) + 3
+    if len(columns) > 1:
+        lines.append(f"{'':<12} {'as planned':<{width}} {columns[1][0]}")
+    for name in facts[0]:
+        lines.append(f"{name:<12} " + " ".join(f"{fact[name]:<{width}}" for fact in facts).rstrip())
+    return "\n".join(lines)
+
+
+def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    summary = view.summary
+    yield "running", f"{summary.num_running:,} rows in {len(summary.bins):,} bins"
+    efficiency = summary.packing_efficiency
+    yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
+    yield "KV full", format_bytes(summary.kv_full_bytes)
+    ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
+    yield "KV kept", format_bytes(summary.kv_bytes) + ratio
+    peak, budget = format_bytes(summary.predicted_kv_peak_bytes), format_bytes(view.memory_budget_bytes)
+    yield "KV peak", f"{peak} of {budget}"
+    estimate = view.estimate
+    if estimate is None:
+        yield "time", "unknown: nothing ran so here yet; --calibrate measures it"
+        return
+    yield (
+        "time",
+        f"{_duration(estimate.seconds)}, {estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}",
+    )
+    if price_per_hour is not None:
+        yield "cost", f"{estimate.seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour"
+
+
+def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, Any]:
+    """Return the plan's figures for machines."""
+    summary, estimate = view.summary, view.estimate
+    seconds = estimate.seconds if estimate else None
+    found = summary.figures() | {
+        "plan": str(view.run.path / "plan.parquet"),
+        "num_bins": len(summary.bins),
+        "packing_efficiency": summary.packing_efficiency,
+        "memory_budget_bytes": view.memory_budget_bytes,
+        "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
+        "seconds": seconds,
+        "answer_tokens": estimate.answer_tokens if estimate else None,
+    }
+    if price_per_hour is not None:
+        found["cost"] = seconds / 3600 * price_per_hour if seconds is not None else None
+    if view.what_if:
+        keys, other = view.what_if
+        found["what_if"] = {"keys": keys} | to_json(replace(other, what_if=None), price_per_hour)
+    return found
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"

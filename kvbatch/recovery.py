@@ -1,0 +1,59 @@
+"""What an earlier session of a run finished, and the clearing away of what it left half done."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbatch.commit import is_committed
+from kvbatch.errors import OutputError
+from kvbatch.manifest import RunDirectory
+from kvbatch.plan import read_plan
+from kvbatch.shard import OUTPUT_FIELDS
+from kvbatch.wal import read_rows
+
+
+@dataclass
+class Recovered:
+    """Say what need not run again.
+
+    Args:
+        committed: numbers of the shards that count.
+        rows: of other shards, the output columns of finished rows by their place.
+        num_finished: rows that ran, in either.
+        num_left: rows that have to run.
+        is_whole: whether every shard counts.
+    """
+
+    committed: set[int] = field(default_factory=set)
+    rows: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    num_finished: int = 0
+    num_left: int = 0
+    is_whole: bool = True
+
+
+def recover(run: RunDirectory) -> Recovered:
+    """Find the finished rows of a planned run, and remove whatever else a kill may have left of its shards.
+
+    Raises:
+        OutputError: The run directory cannot be written.
+    """
+    found = Recovered()
+    try:
+        for leftover in run.path.rglob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for number, planned in enumerate(read_plan(run.path, ["status"])):
+            runs = {place for place, row in enumerate(planned) if row["status"] == "ok"}
+            if is_committed(run, number):
+                run.wal_file(number).unlink(missing_ok=True)
+                found.committed.add(number)
+                found.num_finished += len(runs)
+                continue
+            for file in (run.commit_file(number), run.shard_file(number), run.deadletter_file(number)):
+                file.unlink(missing_ok=True)
+            rows = read_rows(run.wal_file(number), OUTPUT_FIELDS, cut=True)
+            found.rows[number] = {place: row for place, row in rows.items() if place in runs}
+            found.num_finished += len(found.rows[number])
+            found.num_left += len(runs) - len(found.rows[number])
+            found.is_whole = False
+    except OSError as error:
+        raise OutputError(f"cannot clear up {run.path}: {error.strerror or error}") from error
+    return found

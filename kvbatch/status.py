@@ -1,0 +1,103 @@
+"""`kvbatch status`: what a run is at, from its files alone; it may be running, on this machine or another."""
+
+import json
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from kvbatch.commit import finished_rows
+from kvbatch.lock import is_locked
+from kvbatch.manifest import RunDirectory, open_run
+
+_COLUMNS = ("kvb_status", "kvb_run_id", "kvb_attempts", "kvb_prompt_tokens", "kvb_completion_tokens")
+
+
+def load_status(path: Path) -> dict[str, Any]:
+    """Return what the run that a path names is at.
+
+    `eta_s` takes the tokens a second of this session so far for those of the rest, and the answers to be as long as
+    they were; it is None as long as no row has ended.
+
+    Raises:
+        InputError: There is no run.
+    """
+    run = open_run(path)
+    manifest, beat = run.read_manifest(), _heartbeat(run)
+    plan = manifest.get("plan", {})
+    locked = is_locked(run.path.parent)
+    state = _state(run, locked)
+    rows: Counter[str] = Counter(ok=0, error=0, rejected=0)
+    own: Counter[str] = Counter()
+    for _, made in finished_rows(run, _COLUMNS):
+        rows[made["kvb_status"]] += 1
+        if made["kvb_attempts"] and made["kvb_run_id"] == run.run_id:
+            own.update(rows=1, prompt=made["kvb_prompt_tokens"], completion=made["kvb_completion_tokens"])
+    planned = plan.get("prompt_tokens", 0)
+    is_running = state == "running"
+    return {
+        "job": manifest["job"],
+        "run_id": run.run_id,
+        "state": state,
+        "locked": locked,
+        "phase": beat.get("phase") if is_running else None,
+        "heartbeat_age_s": _age_s(beat),
+        "planned_rows": manifest.get("num_rows"),
+        "done_rows": rows.total(),
+        "rows": dict(rows),
+        "carried_rows": plan.get("num_carried", 0),
+        "progress_ratio": own["prompt"] / planned if planned else None,
+        "eta_s": _eta_s(plan, own, beat) if is_running else None,
+        "run": str(run.path),
+        "output": str(run.shards),
+    }
+
+
+def render_status(status: dict[str, Any]) -> str:
+    """Return a status as the lines a terminal shows."""
+    s = status
+    lines = [("job", f"{s['job']}, run {s['run_id']}, {s['state']}")]
+    if s["state"] == "running":
+        age = "no heartbeat yet" if s["heartbeat_age_s"] is None else f"{s['heartbeat_age_s']:,.0f} s ago"
+        lines.append(("phase", f"{s['phase'] or 'opening'}, heartbeat {age}"))
+    lines.append(("lock", "held" if s["locked"] else "free"))
+    counts = ", ".join(f"{count:,} {name}" for name, count in s["rows"].items())
+    of = "" if s["planned_rows"] is None else f" of {s['planned_rows']:,}"
+    carried = f"; {s['carried_rows']:,} carried over" if s["carried_rows"] else ""
+    lines.append(("rows", f"{s['done_rows']:,}{of}: {counts}{carried}"))
+    if s["progress_ratio"] is not None:
+        left = "" if s["eta_s"] is None else f", about {timedelta(seconds=round(s['eta_s']))} left"
+        lines.append(("progress", f"{s['progress_ratio']:.1%} of the prompt tokens{left}"))
+    if s["state"] == "stopped":
+        lines.append(("continue", f"kvbatch resume {s['run']}"))
+    lines.append(("output", f"{s['output']}/part-*.parquet"))
+    return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def _state(run: RunDirectory, locked: bool) -> str:
+    if run.is_success:
+        return "complete"
+    if locked and (run.path.parent / "latest").resolve() == run.path.resolve():
+        return "running"
+    return "over_limits" if run.is_ended else "stopped"
+
+
+def _heartbeat(run: RunDirectory) -> dict[str, Any]:
+    try:
+        return json.loads(run.heartbeat.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _age_s(beat: dict[str, Any]) -> float | None:
+    if "time" not in beat:
+        return None
+    return (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
+
+
+def _eta_s(plan: dict[str, Any], own: Counter[str], beat: dict[str, Any]) -> float | None:
+    if beat.get("phase") != "running" or not beat.get("tokens") or not own["rows"]:
+        return None
+    left = plan["prompt_tokens"] - own["prompt"]
+    left += (plan["num_running"] - own["rows"]) * own["completion"] / own["rows"]
+    return left * beat["elapsed_s"] / beat["tokens"]

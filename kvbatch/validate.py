@@ -1,0 +1,160 @@
+"""`kvbatch validate`: everything about a job that can be found wrong without a GPU and without weights, all at once."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from kvbatch.config import load_job
+from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
+from kvbatch.job import Job
+
+_BATCH_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was looked at: fine (`ok`), worth knowing (`note`), or what a run would fail on (`error`)."""
+
+    about: str
+    kind: str
+    message: str
+    exit_code: int = 0  # of the run that fails on it
+
+
+def run_validate(job_file: Path, overrides: Sequence[str], *, as_json: bool, out: TextIO) -> int:
+    """Print the findings about a job; return the exit code that a run of it would begin with."""
+    exit_code = 0
+    findings = []
+    for finding in findings_of(job_file, overrides):
+        findings.append(finding)
+        exit_code = exit_code or finding.exit_code
+        if not as_json:
+            print(f"{finding.about:<7} {finding.kind:<6} {finding.message}", file=out, flush=True)
+    if as_json:
+        found = {"exit_code": exit_code, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(found, ensure_ascii=False), file=out)
+    return exit_code
+
+
+def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+    """Yield what there is to say about a job, its input, its model and its output."""
+    try:
+        job = load_job(job_file, overrides)
+    except JobFileError as error:
+        yield from (_error("job", error, line) for line in str(error).splitlines())
+        return
+    yield Finding("job", "ok", f"{job_file}: {job.name}")
+    yield from _input(job)
+    yield from _model(job)
+    yield from _output(job)
+
+
+def _input(job: Job) -> Iterator[Finding]:
+    from kvbatch.corpus import Corpus
+    from kvbatch.run import check_prompt_columns, input_spec
+
+    try:
+        corpus = Corpus(input_spec(job))
+    except KvbatchError as error:
+        yield _error("input", error)
+        return
+    problems = corpus.problems()
+    for problem in problems:
+        yield _error("input", InputError(f"{problem.path}: {problem.message}"))
+    if problems:
+        yield Finding("input", "note", "rows and columns are looked at once every file can be read")
+        return
+    try:
+        yield from _rows(corpus)
+        check_prompt_columns(job, corpus.passthrough_schema.names)
+    except KvbatchError as error:
+        yield _error("input", error)
+    for warning in corpus.warnings:
+        yield Finding("input", "note", warning)
+
+
+def _rows(corpus) -> Iterator[Finding]:
+    """Read every row; raises InputError for a file that breaks off."""
+    from kvbatch.plan import windows
+    from kvbatch.unique_ids import UniqueIds
+
+    ids = UniqueIds()
+    rejected: Counter[str] = Counter()
+    num_rows = 0
+    for window in windows(corpus.documents(), _BATCH_ROWS):
+        num_rows += len(window)
+        repeated = ids.repeated([str(document.row_id) for document in window])
+        for document, is_repeated in zip(window, repeated, strict=True):
+            if document.status != "ok" or is_repeated:
+                rejected[document.error_code or "duplicate_id"] += 1
+    text = f"{len(corpus.files):,} files, {num_rows:,} rows"
+    reasons = ", ".join(f"{code} {count:,}" for code, count in rejected.most_common())
+    if not rejected:
+        yield Finding("input", "ok", text)
+    elif rejected.total() < num_rows:
+        yield Finding("input", "note", f"{text}, {rejected.total():,} of them rejected: {reasons}")
+    else:
+        yield _error("input", LimitExceeded(f"{text}, all of them rejected: {reasons}"))
+
+
+def _model(job: Job) -> Iterator[Finding]:
+    from kvbatch.chat_prompt import prompt_builder
+    from kvbatch.model import open_model, resolve_device
+    from kvbatch.model_source import ModelAbsent
+    from kvbatch.run import check_room, plan_memory
+
+    try:
+        model = open_model(job.model, job.engine, look_only=True)
+    except ModelAbsent as error:
+        yield Finding("model", "note", f"{job.model.path}: {error}; prompt and memory are checked then")
+        return
+    except KvbatchError as error:
+        yield _error("model", error)
+        return
+    has_weights = any(model.path.glob("*.safetensors"))
+    text = f"{job.model.path}: {model.config.architecture}, context {model.config.max_context:,}"
+    yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
+    try:
+        builder = prompt_builder(model.tokenizer, job)
+        check_room(job, builder, model.config.max_context)
+        yield Finding("prompt", "ok", f"{builder.num_static_tokens:,} tokens beside the document")
+    except KvbatchError as error:
+        yield _error("prompt", error)
+        return
+    try:
+        resolve_device(job.engine.device)
+    except KvbatchError as error:
+        yield Finding("memory", "note", f"not checked: {error}")
+        return
+    try:
+        config, budget = plan_memory(job, model, builder)
+        pages_bytes = budget.capacity_pages * budget.layout.page_bytes
+        text = (
+            f"{pages_bytes:,} bytes for keys and values, of {config.memory_budget_bytes:,}, on {model.device}"
+        )
+        yield Finding("memory", "ok", text)
+    except KvbatchError as error:
+        yield _error("memory", error)
+
+
+def _output(job: Job) -> Iterator[Finding]:
+    targets = {"output.dir": Path(job.output_dir)}
+    if job.output.metrics:
+        targets["output.metrics"] = Path(job.output.metrics).expanduser().parent
+    for key, target in targets.items():
+        place = target
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                yield Finding("output", "ok", f"{key}: {target}")
+        except OSError as error:
+            yield _error("output", OutputError(f"{key}: {target} cannot be written: {error.strerror}"))
+
+
+def _error(about: str, error: KvbatchError, message: str | None = None) -> Finding:
+    return Finding(about, "error", message or str(error), error.exit_code)

@@ -1,0 +1,49 @@
+"""An engine without a model."""
+
+from types import SimpleNamespace
+
+from engine import EngineStats, Result
+
+
+class Backwards:
+    """An engine that answers rows in the opposite order, after pulling some of them."""
+
+    def __init__(self, fail=(), num_held=3):
+        self.requests, self.fail = [], fail
+        self.num_held, self.num_answers = num_held, 0
+        self.monitor = SimpleNamespace(samples=[], lanes=None)
+
+    def generate(self, requests):
+        held = []
+        for request in requests:
+            if request is not None:
+                self.requests.append(request)
+                held.append(request)
+            if request is None or len(held) == self.num_held:
+                yield from self._answers(held)
+                held = []
+        yield from self._answers(held)
+
+    def _answers(self, held):
+        for request in reversed(held):
+            self.num_answers += 1
+            bad = request.request_id in self.fail
+            yield Result(
+                request_id=request.request_id,
+                token_ids=[5],
+                text=f"answer {request.request_id}",
+                finish_reason="error" if bad else "stop",
+                error_message="it broke" if bad else None,
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=1,
+                cached_prompt_tokens=request.prefix_tokens,
+                num_chunks=1,
+                kv_full_bytes=100,
+                kv_kept_bytes=50,
+                kv_peak_bytes=100,
+                prefill_s=0.1,
+                decode_s=0.1,
+            )
+
+    def stats(self):
+        return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1, 1, 1)

@@ -1,0 +1,105 @@
+"""Two runs side by side, and a run's rows in other formats."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from kvbatch.cli import cli
+from kvbatch.config import load_job
+from kvbatch.corpus.openai_batch import parse_body
+from kvbatch.run import run_job
+
+RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (3 + n), "n": n} for n in range(6)]
+
+
+def invoke(*arguments):
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout_bytes.decode()
+
+
+def write_like(run, name, rows):
+    """Copy a run, with other rows."""
+    other = run.path.parent / name
+    shutil.copytree(run.path, other)
+    file = other / "shards" / "part-00000.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(file)), file)
+    return other
+
+
+def test_diff(job_file):
+    run = run_job(load_job(job_file([*RECORDS, {"id": "bad", "text": ""}]))).run
+    rows = pl.read_parquet(run.shards / "*.parquet").to_dicts()
+    rows.append(dict(rows[0]))  # an id may stand twice
+    changed = [dict(row) for row in rows[::-1] if row["id"] != "r5"] + [rows[0] | {"id": "new"}]
+    for row in changed:
+        row["kvb_kv_kept_bytes"] = row["kvb_kv_kept_bytes"] and row["kvb_kv_kept_bytes"] // 2
+        if row["id"] == "r3":
+            row["output"] = row["output"][:4] + "…"
+        if row["id"] == "r4":
+            row |= {"kvb_status": "error", "output": None}
+    quality = pl.DataFrame({"row_id": ["r1"], "nll_delta": [0.125]})
+    first, other = write_like(run, "first", rows), write_like(run, "other", changed)
+    quality.write_parquet(other / "stats" / "quality.parquet")
+
+    found = json.loads(invoke("diff", first, other, "--json"))
+    # r0 stands twice in both runs, and is joined in its order
+    assert (found["rows_both"], found["rows_only_a"], found["rows_only_b"]) == (7, 1, 1)
+    assert found["changed_row_ids"] == ["r3"] and found["other_status_row_ids"] == ["r4"]
+    both = [row for row in rows if row["id"] in ("r0", "r1", "r2", "r3")]
+    assert found["rows_answered_by_both"] == len(both) == 5
+    assert found["a"]["kv_kept_bytes"] == sum(row["kvb_kv_kept_bytes"] for row in both)
+    assert found["b"]["kv_kept_bytes"] == sum(row["kvb_kv_kept_bytes"] // 2 for row in both)
+    assert found["a"]["quality"] == {} and found["b"]["quality"] == {"nll_delta": 0.125}
+    text = invoke("diff", first, other)
+    assert "0.50" in text.splitlines()[2] and "4 the same, 1 changed" in text and "0.1250" in text
+
+
+def test_export_keeps_every_row_and_value(job_file, tmp_path):
+    times = pa.array([1_700_000_000_123_456_789, None], pa.timestamp("ns", "UTC"))
+    table = {"id": ["a", 'ü,\n"b"'], "text": ["the fox", ""], "time": times, "tags": [["x", "y"], None]}
+    path = job_file([], input={"path": "in.parquet", "passthrough": "all"})
+    pq.write_table(pa.table(table), "in.parquet")
+    run = run_job(load_job(path)).run
+    rows = [json.loads(line) for line in invoke("export", run.path).splitlines()]
+    assert [row["id"] for row in rows] == table["id"] and rows[0]["tags"] == ["x", "y"]
+    assert rows[0]["time"] == "2023-11-14T22:13:20.123456789+00:00"
+    assert rows[1]["output"] is None and rows[1]["kvb_error_code"] == "empty_text"
+    target = tmp_path / "out" / "rows.csv"
+    assert invoke("export", run.path, "--format", "csv", "-o", target) == ""
+    cells = list(csv.DictReader(io.StringIO(target.read_bytes().decode(), newline="")))
+    assert [row["id"] for row in cells] == table["id"] and json.loads(cells[0]["tags"]) == ["x", "y"]
+    assert [each.name for each in target.parent.iterdir()] == ["rows.csv"]
+
+
+def test_openai_batch_there_and_back(job_file):
+    run = run_job(load_job(job_file(RECORDS[:2] + [{"id": 9, "text": ""}]))).run
+    answers = [
+        json.loads(line) for line in invoke("export", run.path, "--format", "openai-batch").splitlines()
+    ]
+    assert [answer["custom_id"] for answer in answers] == ["r0", "r1", "9"]
+    body = answers[0]["response"]["body"]
+    row = pl.read_parquet(run.shards / "*.parquet").row(0, named=True)
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": row["output"]}
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["total_tokens"] == row["kvb_prompt_tokens"] + row["kvb_completion_tokens"]
+    assert answers[2]["response"] is None and answers[2]["error"]["code"] == "empty_text"
+    assert len({answer["id"] for answer in answers}) == 3
+    # an answer may be the next request's message
+    message = body["choices"][0]["message"]
+    assert parse_body(json.dumps({"messages": [message]})).messages == (("assistant", row["output"]),)
+
+
+@pytest.mark.parametrize("command", [["diff", ".", "."], ["export", "."]])
+def test_no_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, command).exit_code == 66
+    assert list(Path().iterdir()) == []

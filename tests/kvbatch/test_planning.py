@@ -1,0 +1,120 @@
+"""What the plan command says is what the run does; it needs no weights, and the run uses it."""
+
+import json
+import random
+
+import polars as pl
+import pytest
+from click.testing import CliRunner
+
+from engine.budget import Budget
+from engine.forecast import PlannedRow, SpeedFit, forecast_s
+from kvbatch.cli import cli
+from kvbatch.tokens import PieceTokenizer
+from kvcache.layout import CacheLayout
+
+
+def documents(count: int, seed: int = 5) -> list[dict]:
+    chance = random.Random(seed)
+    return [{"id": f"r{i}", "text": "fox " * chance.randrange(5, 90)} for i in range(count)]
+
+
+def call(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, list(args))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("engine.models.decoder.load_weights", forbidden)
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    """Count the texts that are tokenised."""
+    counts, original = [], PieceTokenizer.documents
+    monkeypatch.setattr(
+        PieceTokenizer, "documents", lambda self, texts: counts.append(len(texts)) or original(self, texts)
+    )
+    return counts
+
+
+def test_the_plan_needs_no_weights_and_the_run_uses_it(job_file, tokenised, monkeypatch):
+    path = str(job_file([*documents(20), {"id": "long", "text": "x" * 900}]))
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.models.decoder.load_weights", None)
+        found = json.loads(call("plan", path, "--json"))
+    assert found["outcomes"] == {"fits": 20, "too_long": 1} and found["num_running"] == 20
+    assert sum(item["rows"] for item in found["lengths"]) == 21
+    planned = pl.read_parquet(found["plan"])
+    assert found["kv_full_bytes"] == planned["predicted_kv_full_bytes"].sum() == found["kv_bytes"]
+    tokenised.clear()
+    text = call("plan", path)
+    assert "made earlier" in text and "20 fits, 1 too_long" in text and not tokenised
+    call("run", path)
+    assert sum(tokenised) == 20, "only what runs is tokenised, by the second pass"
+    assert pl.read_parquet("runs/test/latest/plan.parquet").equals(planned)
+    summary = json.loads(call("report", "runs/test", "--json"))
+    assert summary["kv_peak_bytes_measured"] == found["predicted_kv_peak_bytes"]
+
+
+def test_known_tokens_are_not_counted_again_and_a_changed_input_is(job_file, tokenised):
+    records = documents(10)
+    path = str(job_file(records))
+    first = json.loads(call("plan", path, "--json"))
+    tokenised.clear()
+    other = json.loads(call("plan", path, "-s", "output.shard_rows=3", "--json"))
+    # the plan stands, but for how it is cut; nothing of it hangs on the cache
+    assert not tokenised and other["prompt_tokens"] == first["prompt_tokens"]
+    records[3]["text"] += " and one more"
+    job_file(records)
+    again = json.loads(call("plan", path, "--json"))
+    assert tokenised == [1] and again["prompt_tokens"] > first["prompt_tokens"]
+
+
+def test_what_if_is_what_a_plan_of_it_says(job_file, no_weights):
+    path = str(job_file(documents(30)))
+    keys = ["engine.memory_budget=1MiB", "engine.max_sequences=2"]
+    found = json.loads(call("plan", path, *[f"--what-if={key}" for key in keys], "--json"))
+    assert found["what_if"]["num_bins"] > found["num_bins"]
+    text = call("plan", path, *[f"--what-if={key}" for key in keys])
+    assert "as planned" in text and " ".join(keys) in text
+    planned = json.loads(call("plan", path, *[f"-s{key}" for key in keys], "--json"))
+    for name in ("num_bins", "predicted_kv_peak_bytes", "outcomes", "packing_efficiency"):
+        assert found["what_if"][name] == planned[name]
+    refused = CliRunner().invoke(cli, ["plan", path, "--what-if", "generation.max_new_tokens=3"])
+    assert refused.exit_code == 78 and "generation.max_new_tokens" in refused.stderr
+
+
+def test_the_time_is_known_once_something_ran(job_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBATCH_CACHE", str(tmp_path / "cache"))
+    path = str(job_file(documents(12), generation={"max_new_tokens": 30}))
+    assert json.loads(call("plan", path, "--json"))["seconds"] is None
+    found = json.loads(call("plan", path, "--calibrate", "--price-per-hour", "3600", "--json"))
+    assert found["seconds"] > 0 and found["cost"] == pytest.approx(found["seconds"])
+    assert found["answer_tokens"] == 30
+    assert "tokens an answer, as in the calibration" in call("plan", path)
+
+
+def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
+    chance, true = random.Random(1), (0.01, 1e-4, 2e-6, 1e-3, 0.0)
+    fit = SpeedFit()
+    for _ in range(200):
+        decodes = chance.randrange(8)
+        prefill = chance.choice([0, 256, 1024])
+        parts = (1.0, prefill, prefill * chance.random(), float(decodes), decodes * chance.random())
+        fit.add(parts, sum(c * x for c, x in zip(true, parts, strict=True)))
+    assert fit.coefficients() == pytest.approx(true, rel=1e-3, abs=1e-6)
+
+    layout = CacheLayout(1, 1, 8, 4)
+    budget = Budget(layout, 0, step_tokens=100, max_sequences=2, capacity_pages=4)
+    rows = [PlannedRow(150, 3, 3), PlannedRow(50, 3, 1), PlannedRow(10, 1, 4)]
+    # 100 of the first | its 50, and 50 of the second | two steps of both | the last, alone
+    assert forecast_s(rows, budget, (1, 0, 0, 0, 0)) == 5
+    assert forecast_s(rows, budget, (0, 1, 0, 0, 0)) == 210
+    assert forecast_s(rows, budget, (0, 0, 0, 1, 0)) == 4
+    assert forecast_s(rows[2:], budget, (0, 0, 1000, 0, 0)) == 50

