@@ -3,6 +3,7 @@
 #include "vectors.h"
 
 typedef uint16_t bf16;
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
 
 static inline f32x8 read(const float* p) { return load(p); }
 
@@ -34,6 +35,7 @@ static inline void quantise_row(const float* x, int count, int8_t* codes, float*
   *scale = largest / 127.f + sum_of(poison);
   for (int i = 0; i < count; i += 8) {
     const u32x8 integers = (u32x8)(rounded(load(x + i) * inverse) + round);
-    for (int j = 0; j < 8; j++) codes[i + j] = (int8_t)integers[j];
+    const u8x8 low = __builtin_convertvector(integers, u8x8);
+    memcpy(codes + i, &low, sizeof low);
   }
 }

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models import ModelConfig, load_model
+from engine.native import torch_twin
+from kvcache.quant import rotation
 from tests.engine.models.tiny_models import save_tiny_model
 
 LLAMA3 = {
@@ -86,6 +88,50 @@ def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
         expected = reference(torch.arange(20)[None]).logits[0]
     error = (decoder.logits(hidden) - expected).norm() / expected.norm()
     assert error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}), ("qwen3", {"head_dim": 48})],
+    ids=str,
+)
+def test_rotated_heads_compute_the_same(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    save_tiny_model(tmp_path, name, **changes)
+    decoder = load_model(tmp_path, dtype=torch.float32)
+    token_ids, seen = torch.arange(20), []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append([x.clone() for x in (q, k, v)])
+        return dense_attend(layer, q, k, v)
+
+    before = decoder.logits(decoder.forward(token_ids, token_ids, attend))
+    for _ in range(2):  # the second time changes nothing
+        decoder.rotate_heads()
+    torch.testing.assert_close(
+        decoder.logits(decoder.forward(token_ids, token_ids, attend)), before, rtol=1e-4, atol=1e-4
+    )
+    for plain, rotated in zip(seen[0], seen[decoder.config.num_layers], strict=True):
+        torch.testing.assert_close(rotated, plain @ rotation(plain.shape[2]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {})], ids=str
+)
+def test_int8_weights_are_close_and_small(
+    tmp_path: Path, name: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    reference = save_tiny_model(tmp_path, name, **changes)
+    decoder = load_model(tmp_path, dtype=dtype, weight_quant="int8")
+    token_ids = torch.arange(20)
+    with torch.no_grad():
+        expected = reference(token_ids[None]).logits[0]
+    hidden = decoder.forward(token_ids, token_ids, dense_attend)
+    assert (decoder.logits(hidden) - expected).norm() < 0.1 * expected.norm()
+    assert decoder.weight_bytes < load_model(tmp_path, dtype=dtype).weight_bytes
+    decoder._kernels = torch_twin  # the same weights without a compiler
+    again = decoder.forward(token_ids, token_ids, dense_attend)
+    assert (again - hidden).float().norm() < 0.03 * hidden.float().norm()
 
 
 def test_context_ends_where_the_frequencies_would_change(tmp_path: Path) -> None:
