@@ -123,7 +123,7 @@ class PromptBuilder:
         self._rest = [
             piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
         ]
-        questions = self._tokens.documents(prompt.questions)
+        questions = self._tokens.documents(prompt.questions) if prompt.questions else []
         self._tails: list[list[int]] = []
         if questions:
             place = self._rest.index("question")
