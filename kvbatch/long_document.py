@@ -137,8 +137,11 @@ class LongDocuments:
             overlap=self._section.overlap_tokens,
             boundary=self._section.boundary,
         )
-        asked = [self._asked(document, number) for number in range(len(self._questions) or 1)]
-        frames = [self._reduce.num_frame_tokens(each) for each in asked]
+        over = [
+            self._reduce.build_around(self._asked(document, number), [])
+            for number in range(len(self._questions) or 1)
+        ]
+        frames = [prompt.num_tokens for prompt in over]
         if not found or min(map(self._reduce_room, frames)) < self._two_answers:
             return refused
         excerpts = [
@@ -146,7 +149,9 @@ class LongDocuments:
             for number, part in enumerate(found, 1)
         ]
         parts = self._parts.build_batch(excerpts, self.max_prompt_tokens, _WHOLE)
-        assert all(part.runs for part in parts), "a part does not fit"
+        for prompt in (*over, *parts):
+            if not prompt.runs:  # for want of a column
+                return prompt
         answers = len(parts) * (self._answer_tokens + len(self._separator))
         return replace(
             refused,
@@ -177,7 +182,7 @@ class LongDocuments:
         asked = self._asked(document, question)
         # what was generated may have more tokens when it is read
         pieces = [list(self._reduce.encode(answer))[: self._answer_tokens] for answer in answers]
-        room = self._reduce_room(self._reduce.num_frame_tokens(asked))
+        room = self._reduce_room(self._reduce.build_around(asked, []).num_tokens)
         return [
             self._over(asked, group) if len(group) > 1 else None
             for group in group_answers(pieces, len(self._separator), room)

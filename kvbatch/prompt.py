@@ -101,6 +101,7 @@ class PromptBuilder:
     Args:
         tokenizer: the model's, from transformers.
         prompt: the job file's section. Where it has several questions, a document is read once for all of them.
+        tokens: made of the tokenizer earlier, which takes a second.
 
     Attributes:
         prefix_ids: tokens that begin every prompt.
@@ -109,9 +110,9 @@ class PromptBuilder:
         JobFileError: The section and the model's chat template do not go together.
     """
 
-    def __init__(self, tokenizer: Any, prompt: PromptSection):
+    def __init__(self, tokenizer: Any, prompt: PromptSection, tokens: PieceTokenizer | None = None):
         self._tokenizer, self._section = tokenizer, prompt
-        self._tokens = PieceTokenizer(tokenizer)
+        self._tokens = tokens or PieceTokenizer(tokenizer)
         self._clean = prompt.clean
         chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
         pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
@@ -175,7 +176,7 @@ class PromptBuilder:
             questions: ask the section's questions; otherwise `{question}` is a column.
         """
         changes = {"template": template, "clean": ()} | ({} if questions else {"questions": ()})
-        return PromptBuilder(self._tokenizer, self._section.model_copy(update=changes))
+        return PromptBuilder(self._tokenizer, self._section.model_copy(update=changes), self._tokens)
 
     @property
     def tail_tokens(self) -> tuple[int, ...]:
@@ -194,7 +195,7 @@ class PromptBuilder:
         """Return the token ids of a foreign text."""
         return self._tokens.documents([text])[0]
 
-    def token_ends(self, text: str) -> list[int]:
+    def token_ends(self, text: str) -> Sequence[int]:
         """Return where each token of a foreign text ends, in characters."""
         return self._tokens.document_ends(text)
 
@@ -205,8 +206,12 @@ class PromptBuilder:
 
     def build_around(self, document: PromptDocument, text_ids: list[int]) -> Prompt:
         """Build a prompt with these tokens in the place of the document's text, without a limit."""
-        names = [part for part in self._rest if isinstance(part, str)]
-        filled = [text_ids if name == "text" else self.encode(_value(document, name) or "") for name in names]
+        filled = []
+        for name in (part for part in self._rest if isinstance(part, str)):
+            value = "" if name == "text" else _value(document, name)
+            if value is None:
+                return self._missing(name)
+            filled.append(text_ids if name == "text" else self.encode(value))
         return self._fill(filled)
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
@@ -235,8 +240,7 @@ class PromptBuilder:
             filled = [next(found) if value is not None else None for value in row]
             missing = [name for name, ids in zip(names, filled, strict=True) if ids is None]
             if missing:
-                message = f"the prompt needs column {missing[0]!r}, which this row does not have"
-                prompt = self._refusal("missing_column", message)
+                prompt = self._missing(missing[0])
             elif not text.strip() and self._clean:
                 prompt = self._refusal("empty_prompt", "prompt.clean leaves nothing of the text")
             else:
@@ -295,6 +299,11 @@ class PromptBuilder:
         while start_of_rest < len(ids) and not may_cut[start_of_rest - 1]:
             start_of_rest += 1
         return ids[:num_first] + ids[start_of_rest:]
+
+    def _missing(self, name: str) -> Prompt:
+        return self._refusal(
+            "missing_column", f"the prompt needs column {name!r}, which this row does not have"
+        )
 
     def _refusal(self, outcome: Outcome, message: str, num_tokens: int = 0) -> Prompt:
         return Prompt([], num_tokens, len(self.prefix_ids), outcome=outcome, message=message)

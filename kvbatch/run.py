@@ -480,17 +480,20 @@ class JobRunner:
 
 
 def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
-    """Prove that the model's context holds more than what all prompts share and the answer.
+    """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
 
     Raises:
         JobFileError: It does not.
     """
+    from kvbatch.long_document import LongDocuments
+
     if builder.num_static_tokens + job.generation.max_new_tokens >= context:
         raise JobFileError(
             f"the prompt takes {builder.num_static_tokens:,} tokens before any document and "
             f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
             f"{context:,} leaves no room for a document: shorten one of them"
         )
+    LongDocuments(builder, job, context - job.generation.max_new_tokens)
 
 
 def check_prompt_columns(job: Job, names: Sequence[str]) -> None:

@@ -136,17 +136,15 @@ class CompressedLayout:
     def _shared_page_tokens(self, ratio: float, shared_tokens: int, new_tokens: int) -> int:
         """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
         config = self.config
-        num_chunks = (
-            shared_tokens // config.chunk_size - config.delay - 1
-        )  # judged, and left the arena by now
+        # chunks that were judged and have left the arena, even where one is compressed beside the model
+        num_chunks = shared_tokens // config.chunk_size - config.delay - 1
         if not config.streaming or num_chunks < 1:
             return 0
         judged = num_chunks * config.chunk_size
-        kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes - self._rounding_tokens(
-            judged
-        )
+        kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes
         in_decode = new_tokens if config.drops else 0  # pages that would have made room
-        return max(0, kept - (TIER_PAGE_TOKENS + in_decode) * self.num_lanes)
+        unsure = (TIER_PAGE_TOKENS + in_decode) * self.num_lanes + self._rounding_tokens(judged)
+        return max(0, kept - unsure)
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of `sequence_pages`."""

@@ -59,9 +59,8 @@ class Decoder:
         """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""
         if not self.is_rotated:
             return moved_keys(keys, offsets, self.config.rope)
-        return (
-            moved_keys(keys.float() @ self._turn, offsets, self.config.rope) @ self._turn
-        )  # its own inverse
+        turn = self._turn  # its own inverse
+        return moved_keys(keys.float() @ turn, offsets, self.config.rope) @ turn
 
     def rotate_heads(self) -> None:
         """Compute queries, keys and values in the rotated basis from now on, in which few bits do.

@@ -132,6 +132,16 @@ def test_parts_and_levels(job_file, tokenizer):
     )
 
 
+def test_a_column_that_parts_need_is_missed_by_name(job_file):
+    path = job_file(
+        [{"id": "a", "text": LINES[:1300], "title": "x"}, {"id": "b", "text": LINES[:1300]}],
+        input={"passthrough": ["title"]},
+        long_document={"on_too_long": "split", "reduce_prompt": "{text} Of {title}?"},
+    )
+    rows = run(path, make_llm=lambda model, config: Recorder())[0]
+    assert rows["kvb_error_code"].to_list() == [None, "missing_column"]
+
+
 def test_groups_are_as_long_as_the_room():
     pieces = [[0] * n for n in (4, 4, 4, 9, 1, 1, 10)]
     assert [len(group) for group in group_answers(pieces, 1, 14)] == [3, 3, 1]
@@ -201,9 +211,10 @@ def test_a_split_row_that_cannot_fit_is_refused_with_its_numbers(job_file):
         (["generation.max_new_tokens=200"], "two partial answers take up to"),
     ],
 )
-def test_parts_that_cannot_be_are_said_before_weights_load(job_file, tokenizer, overrides, match):
+def test_parts_that_cannot_be_are_said_before_a_run_begins(job_file, overrides, match):
     with pytest.raises(JobFileError, match=match):
-        makers(job_file, tokenizer, "long_document.on_too_long=split", *overrides)
+        run(job_file([]), "long_document.on_too_long=split", *overrides)
+    assert not list(Path("runs/test").glob("*/"))
 
 
 def test_stream(job_file, around, tmp_path, tiny_model):
