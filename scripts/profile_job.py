@@ -33,11 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "reading": ("kvbatch.corpus.corpus:Corpus.documents",),
     "tokenising": ("kvbatch.prompt:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
     "planning": ("kvbatch.plan:Planner.write",),
-    "loading": (
-        "engine.models:load_model",
-        "engine.models.decoder:load_model",
-        "engine.cache.registry:make_cache",
-    ),
+    "loading": ("engine.models:load_model", "engine.llm:make_cache"),
     "GEMM": ("engine.models.decoder:Decoder._project", "engine.models.decoder:Decoder._add_projected"),
     "vocabulary": ("engine.models.decoder:Decoder.logits",),
     "elementwise": ("engine.models.decoder:Decoder.forward",),

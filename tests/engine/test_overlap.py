@@ -40,7 +40,7 @@ def requests():
 
 
 def slow(*arguments, **options):
-    time.sleep(0.03)  # several steps of a tiny model
+    time.sleep(0.2)  # many steps of a tiny model, also on a busy machine
     return compress(*arguments, **options)
 
 
@@ -103,7 +103,7 @@ def test_a_row_that_ends_while_its_chunk_is_compressed_leaves_nothing(model, req
         def stopped(*args):
             if next(left, None) is None:
                 running.extend(s.cache._leaving for s in llm.scheduler.running if s.cache._leaving)
-                assert any(future.running() for future in running)
+                assert not all(future.done() for future in running)
                 raise KeyboardInterrupt
             return forward(*args)
 

@@ -40,6 +40,13 @@ def run(path, *overrides, **kwargs):
     return run_job(load_job(path, overrides), stream=io.StringIO(), **kwargs)
 
 
+def test_int8_weights_run_and_are_noted(job_file):
+    outcome = run_job(load_job(job_file(RECORDS[:2], model={"weight_quant": "int8"})), stream=io.StringIO())
+    table = pl.read_parquet(outcome.run.path / "shards" / "*.parquet")
+    assert table["kvb_status"].to_list() == ["ok", "ok"]
+    assert json.loads(outcome.run.manifest.read_text())["model"]["weight_quant"] == "int8"
+
+
 def test_the_engine_is_told_how_to_ask_for_a_repetition(job_file):
     def make_llm(model, config):
         assert model.tokenizer.decode(config.repeat_token_ids) == REPEAT
