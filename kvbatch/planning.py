@@ -36,8 +36,8 @@ _PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
 _WHAT_IF_SECTIONS = ("cache", "engine")
 _NUM_CLASSES = 12
 _BAR_WIDTH = 40
-# A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning of
-# a longer one.
+# A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
+# of a longer one.
 _SAMPLE, _WHOLE_TOKENS, _BEGINNING_TOKENS = 24, 4000, 3000
 _MAX_FORECAST_ROWS = 2000  # more are forecast from these
 
