@@ -21,6 +21,7 @@ from engine.sampling import make_random, sample
 from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
+from engine.streaming import positions_left
 
 _END = object()
 
@@ -176,13 +177,16 @@ class LLM:
         """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
         head = self.scheduler.waiting[0]
         tokens = head.request.prefix
-        missing = self.prefixes.missing_pages(tokens)
-        if not self.cache.can_open(head.num_pages + missing):
+
+        def fits(num_pages: int) -> bool:
+            missing = self.prefixes.missing_pages(tokens)
+            return self.cache.can_open(num_pages + missing, 2 if missing else 1)
+
+        if not fits(head.num_pages):
             self.prefixes.drop_idle(
                 {tokens} | {sequence.request.prefix for sequence in self.scheduler.running}
             )
-            missing = self.prefixes.missing_pages(tokens)
-        sequence = self.scheduler.admit(lambda pages: self.cache.can_open(pages + missing))
+        sequence = self.scheduler.admit(fits)
         if sequence is None:
             return False
         sequence.admitted_s = time.perf_counter()
@@ -199,11 +203,20 @@ class LLM:
         prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
         if not 0 <= request.prefix_tokens < prompt:
             return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
-        if request.max_tokens > self.model.config.max_context:
-            return (
-                f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of "
-                f"{self.model.config.max_context:,}"
-            )
+        context = self.model.config.max_context
+        if request.streams:
+            if not self.config.cache.can_stream or request.prefix_tokens:
+                return (
+                    "a streamed prompt needs a cache policy that judges chunk by chunk, and shares no prefix"
+                )
+            left = positions_left(context, self.budget.arena_tokens, new, len(request.probe_token_ids))
+            if left < self.config.cache.chunk_size:
+                return (
+                    f"the model's context of {context:,} is too short to stream: the newest "
+                    f"{self.budget.arena_tokens:,} tokens and an answer leave {left:,} positions to all others"
+                )
+        elif request.max_tokens > context:
+            return f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of {context:,}"
         vocab_size = self.model.config.vocab_size
         unknown = next((t for t in request.prompt_token_ids if not 0 <= t < vocab_size), None)
         if unknown is not None:
@@ -218,9 +231,13 @@ class LLM:
         return None
 
     def _pages(self, request: Request) -> int:
-        return self.budget.layout.sequence_pages(
-            request.max_tokens, request.prefix_tokens, request.sampling.max_new_tokens
-        )
+        layout, new = self.budget.layout, request.sampling.max_new_tokens
+        context = self.model.config.max_context
+        if request.streams and request.max_tokens > context:
+            return layout.sequence_pages(
+                context, new_tokens=new, streamed_tokens=len(request.prompt_token_ids)
+            )
+        return layout.sequence_pages(request.max_tokens, request.prefix_tokens, new)
 
     def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""

@@ -18,12 +18,14 @@ class PackItem:
         num_pages: pages only this row holds.
         prefix_key: rows of one key share a prefix; None shares nothing.
         prefix_pages: pages of that prefix, held once per bin.
+        num_sequences: requests that the row runs at once.
     """
 
     index: int
     num_pages: int
     prefix_key: Hashable = None
     prefix_pages: int = 0
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Bin:
     num_pages: int
 
 
-def pack(items: Sequence[PackItem], capacity_pages: int, max_rows: int) -> list[Bin]:
-    """Pack rows into bins of at most `capacity_pages` and `max_rows`, fullest bin first.
+def pack(items: Sequence[PackItem], capacity_pages: int, max_sequences: int) -> list[Bin]:
+    """Pack rows into bins of at most `capacity_pages` and `max_sequences`, fullest bin first.
 
     The fullest bin comes first because the engine admits it whole at the start: the peak is then known beforehand.
 
@@ -48,29 +50,32 @@ def pack(items: Sequence[PackItem], capacity_pages: int, max_rows: int) -> list[
     bins: list[Bin] = []
     for group in groups.values():
         bins += _first_fit(
-            sorted(group, key=lambda item: (-item.num_pages, item.index)), capacity_pages, max_rows
+            sorted(group, key=lambda item: (-item.num_pages, item.index)), capacity_pages, max_sequences
         )
     return sorted(bins, key=lambda b: (-b.num_pages, b.indices))
 
 
-def _first_fit(items: list[PackItem], capacity_pages: int, max_rows: int) -> list[Bin]:
+def _first_fit(items: list[PackItem], capacity_pages: int, max_sequences: int) -> list[Bin]:
     rows: list[list[int]] = []
     free: list[int] = []
-    first_open = 0  # bins before it are full by row count or cannot take the smallest row
+    left: list[int] = []  # sequences that a bin may still take
+    first_open = 0  # bins before it take no more sequences or cannot take the smallest row
     smallest = items[-1].num_pages
     for item in items:
         room = capacity_pages - item.prefix_pages
         if item.num_pages > room:
             raise ValueError(f"row {item.index} needs {item.num_pages} pages, a bin has {room}")
         for i in range(first_open, len(rows)):
-            if free[i] >= item.num_pages and len(rows[i]) < max_rows:
+            if free[i] >= item.num_pages and left[i] >= item.num_sequences:
                 break
         else:
             i = len(rows)
             rows.append([])
             free.append(room)
+            left.append(max_sequences)
         rows[i].append(item.index)
         free[i] -= item.num_pages
-        while first_open < len(rows) and (free[first_open] < smallest or len(rows[first_open]) >= max_rows):
+        left[i] -= item.num_sequences
+        while first_open < len(rows) and (free[first_open] < smallest or left[first_open] < 1):
             first_open += 1
     return [Bin(tuple(r), capacity_pages - f) for r, f in zip(rows, free, strict=True)]

@@ -64,6 +64,8 @@ class Request:
         probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
             attend to each chunk before it judges what to keep of it.
         constraint: makes the `engine.constraint.Constraint` of this row, when it is admitted.
+        streams: the prompt may exceed the model's context. It then takes no more memory than one that fills the
+            context, keeps so much less of its tokens, and their positions are re-based (`engine.streaming`).
     """
 
     request_id: int
@@ -72,6 +74,7 @@ class Request:
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
     constraint: Callable[[], Any] | None = None
+    streams: bool = False
 
     @property
     def prefix(self) -> tuple[int, ...]:

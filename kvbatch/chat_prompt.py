@@ -34,6 +34,7 @@ class ChatPromptBuilder:
 
     prefix_ids: Sequence[int] = ()
     probe_ids: Sequence[int] = ()
+    tail_tokens: Sequence[int] = ()
     num_static_tokens = 0
 
     def __init__(self, tokenizer: Any, generation: GenerationSection):

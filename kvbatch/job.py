@@ -9,11 +9,12 @@ from engine.errors import BudgetError
 from engine.memory import parse_budget
 from kvbatch.answer_schema import check_schema, read_schema
 from kvbatch.cleaning import Cleaning
-from kvbatch.template import check_template, column_names
+from kvbatch.template import check_question, check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+PART_COLUMNS = {"part", "num_parts"}  # what a part's prompt knows of it
 _SCHEMA_OR_PATH = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 
 
@@ -82,6 +83,8 @@ class PromptSection(Section):
     """System turn before it."""
     chat: Literal["auto"] | bool = "auto"
     """Put the prompt into the tokenizer's chat template; `auto` where it has one."""
+    questions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Several questions of one reading: each fills `{question}`, the template's last placeholder."""
     clean: tuple[Cleaning, ...] = ()
     """What is taken out of every document: `ansi`, `invisible`, `blobs`."""
 
@@ -92,10 +95,13 @@ class PromptSection(Section):
             check_template(text, num_texts=1 if info.field_name == "template" else 0)
         return text
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that the prompt uses beside text and id."""
-        return tuple(dict.fromkeys(column_names(self.system or "") + column_names(self.template or "")))
+    @model_validator(mode="after")
+    def _asks_last(self) -> "PromptSection":
+        if self.questions:
+            check_question(self.template or "")
+            if "question" in column_names(self.system or ""):
+                raise ValueError("{question} must stand in prompt.template, not in prompt.system")
+        return self
 
 
 class GenerationSection(Section):
@@ -157,10 +163,30 @@ class GenerationSection(Section):
 class LongDocumentSection(Section):
     """What happens to a document that does not fit into the model's context."""
 
-    on_too_long: Literal["error", "truncate"] = "error"
-    """What becomes of a document that exceeds the model's context: its row fails, or it is cut."""
+    on_too_long: Literal["error", "truncate", "split", "stream"] = "error"
+    """What becomes of a document that exceeds the model's context: its row fails, it is cut, it is answered in parts,
+    or it is read at constant memory."""
     drop: Literal["head", "middle", "tail"] = "tail"
     """The part of the document that truncation leaves out."""
+    part_tokens: Count | None = None
+    """Split documents of more tokens; by default those beyond the context."""
+    overlap_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of a part that the next one repeats."""
+    boundary: Literal["code", "paragraph", "line"] = "paragraph"
+    """Where parts end if such a place is near, else at the next finer kind: `code` before a block at the margin."""
+    part_prompt: str | None = None
+    """What is asked of a part, with `{text}`, `{part}` and `{num_parts}`; by default the prompt's template."""
+    reduce_prompt: str | None = None
+    """What is asked of the parts' answers, which are its `{text}`; by default the prompt's template."""
+    keep_parts: bool = False
+    """Write the parts' answers too."""
+
+    @field_validator("part_prompt", "reduce_prompt")
+    @classmethod
+    def _parses(cls, text: str | None) -> str | None:
+        if text is not None:
+            check_template(text, num_texts=1)
+        return text
 
 
 class CacheSection(Section):
@@ -318,14 +344,56 @@ class Job(Section):
     @model_validator(mode="after")
     def _columns_are_listed(self) -> "Job":
         if self.input.passthrough != "all":
-            for key in ("template", "system"):
-                for name in column_names(getattr(self.prompt, key) or ""):
+            for key, names in self.prompt_columns.items():
+                for name in names:
                     if name not in self.input.passthrough:
                         raise ValueError(
-                            f"prompt.{key} uses {{{name}}}, which input.passthrough does not list; "
+                            f"{key} uses {{{name}}}, which input.passthrough does not list; "
                             f"add {name!r} to input.passthrough, or double the braces to mean them literally"
                         )
         return self
+
+    @model_validator(mode="after")
+    def _parts_are_asked(self) -> "Job":
+        if self.prompt.questions:
+            for key in ("part_prompt", "reduce_prompt"):
+                template = getattr(self.long_document, key)
+                if template is not None:
+                    try:
+                        check_question(template)
+                    except ValueError as error:
+                        raise ValueError(f"long_document.{key}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> "Job":
+        if self.long_document.on_too_long == "stream":
+            if not self.cache.policy.can_stream:
+                raise ValueError(
+                    "long_document.on_too_long: stream keeps the tokens that matter, which a cache policy must judge "
+                    "chunk by chunk; set cache.preset, to default for one"
+                )
+            if len(self.prompt.questions) > 1:
+                raise ValueError(
+                    "long_document.on_too_long: a streamed document cannot be shared by several prompt.questions; "
+                    "ask one, or split"
+                )
+        return self
+
+    @property
+    def prompt_columns(self) -> dict[str, list[str]]:
+        """The columns that each template of the job needs beside text and id."""
+        own = {"question"} if self.prompt.questions else set()
+        templates = {
+            "prompt.template": (self.prompt.template, own),
+            "prompt.system": (self.prompt.system, set()),
+            "long_document.part_prompt": (self.long_document.part_prompt, own | PART_COLUMNS),
+            "long_document.reduce_prompt": (self.long_document.reduce_prompt, own),
+        }
+        return {
+            key: [name for name in column_names(template or "") if name not in known]
+            for key, (template, known) in templates.items()
+        }
 
     @property
     def output_dir(self) -> str:

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 from engine.packing import PackItem, pack
 from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
+from kvbatch.long_document import LongDocuments
 from kvbatch.prompt import Prompt, PromptBuilder
+from kvbatch.row_need import RowNeed, row_need
 from kvbatch.unique_ids import UniqueIds
 from kvbatch.writer import atomic_file, write_table
 
@@ -39,15 +41,18 @@ PLAN_SCHEMA = pa.schema(
         ("error_code", pa.string()),
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
-        ("prompt_tokens", pa.int64()),
+        ("prompt_tokens", pa.int64()),  # of all parts and questions
         ("max_new_tokens", pa.int64()),
         ("dropped_tokens", pa.int64()),
         ("truncation_side", pa.string()),
         ("removed_chars", pa.int64()),
+        ("parts", pa.int32()),  # that the document is split into, each with a prompt of its own
+        ("part_tokens", pa.list_(pa.int64())),  # of these prompts, without the questions if there are several
+        ("reduce_tokens", pa.int64()),  # the most of a prompt over the parts' answers
         ("shard", pa.int32()),
         ("bin", pa.int32()),
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
-        ("predicted_kv_bytes", pa.int64()),
+        ("predicted_kv_bytes", pa.int64()),  # of all its requests that run at once
         ("predicted_kv_full_bytes", pa.int64()),  # what the same row would take in the full cache
         ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
         ("carried_index", pa.int64()),  # and its index there
@@ -125,12 +130,13 @@ class Planner:
         self._job = job
         self._known_tokens = known_tokens or {}
         self._earlier = earlier
-        self._prompt_columns = job.prompt.columns
+        self._prompt_columns = sorted({name for names in job.prompt_columns.values() for name in names})
         self._builder = builder
         self._budget = budget
-        self.max_prompt_tokens = max_context - job.generation.max_new_tokens
-        prefix = len(builder.prefix_ids)
-        self._prefix_pages = budget.layout.sequence_pages(prefix) if prefix else 0
+        self._prompts = LongDocuments(builder, job, max_context - job.generation.max_new_tokens)
+        self._needs: dict[
+            int, tuple[Any, RowNeed]
+        ] = {}  # prefix and need of the window's rows, by their index
         self.summary = PlanSummary()
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
@@ -178,17 +184,15 @@ class Planner:
         unknown = []
         for row, document in to_judge:
             count = self._known_tokens.get(row["content"])
-            if count is None or count > self.max_prompt_tokens:
+            if count is None or count > self._prompts.max_prompt_tokens:
                 unknown.append((row, document))
             else:
-                self._judge(row, Prompt([], count, len(self._builder.prefix_ids)))
+                self._judge(row, Prompt([], count, len(self._builder.prefix_ids)), (count,))
                 on_rows(1, count)
         for batch in _text_batches(unknown):
-            prompts = self._builder.build_batch(
-                [document for _, document in batch], self.max_prompt_tokens, self._job.long_document
-            )
+            prompts = self._prompts.build_batch([document for _, document in batch])
             for (row, _), prompt in zip(batch, prompts, strict=True):
-                self._judge(row, prompt)
+                self._judge(row, prompt, prompt.part_tokens)
             on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
         on_rows(len(rows) - len(to_judge), 0)
         self._pack(rows)
@@ -219,7 +223,10 @@ class Planner:
             for row in rows:
                 if row["status"] == "ok" or row["error_code"] == "over_budget":
                     row["status"] = "ok"
-                    outcome = "truncated" if row["dropped_tokens"] else "fits"
+                    part_tokens, reduce_tokens = row["part_tokens"], row["reduce_tokens"]
+                    outcome = "truncated" if row["dropped_tokens"] else "split" if reduce_tokens else "fits"
+                    if max(part_tokens) > self._prompts.max_prompt_tokens:
+                        outcome = "streamed"
                     prefix = len(self._builder.prefix_ids)
                     self._judge(
                         row,
@@ -231,7 +238,9 @@ class Planner:
                             row["truncation_side"],
                             outcome,
                             sampling={"max_new_tokens": row["max_new_tokens"]},
+                            reduce_tokens=reduce_tokens,
                         ),
+                        part_tokens,
                     )
             self._pack(rows)
             self._count(rows)
@@ -271,40 +280,47 @@ class Planner:
                 row["status"] = "carried"
                 row["carried_run"], row["carried_index"] = place
 
-    def _judge(self, row: dict[str, Any], prompt: Prompt) -> None:
-        """Write down what will become of a row."""
-        layout = self._budget.layout
+    def _judge(self, row: dict[str, Any], prompt: Prompt, part_tokens: Sequence[int]) -> None:
+        """Write down what will become of a row.
+
+        Args:
+            prompt: its prompt; token ids are not looked at.
+            part_tokens: see `Prompt.part_tokens`.
+        """
         new_tokens = prompt.sampling.get("max_new_tokens", self._job.generation.max_new_tokens)
         row["max_new_tokens"] = new_tokens
-        total = prompt.num_tokens + new_tokens
         row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
         row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
         row["removed_chars"] = prompt.removed_chars
         message = prompt.message
         if prompt.runs:
-            pages = layout.sequence_pages(total, prompt.prefix_tokens, new_tokens)
-            row["predicted_kv_bytes"] = pages * layout.page_bytes
-            full = layout.uncompressed
-            full_pages = full.sequence_pages(total, prompt.prefix_tokens, new_tokens)
-            row["predicted_kv_full_bytes"] = full_pages * full.page_bytes
-            if pages + self._prefix_pages > self._budget.capacity_pages:
+            page_bytes = self._budget.layout.page_bytes
+            shape = self._prompts.shape(prompt, part_tokens, new_tokens)
+            need = row_need(shape, self._budget)
+            row["parts"], row["part_tokens"] = len(part_tokens), list(part_tokens)
+            row["reduce_tokens"] = prompt.reduce_tokens
+            row["predicted_kv_bytes"] = need.num_pages * page_bytes
+            row["predicted_kv_full_bytes"] = need.full_bytes
+            self._needs[row["index"]] = (shape.prefix_tokens, shape.prefix_kind), need
+            if need.least_pages > self._budget.capacity_pages:
                 row["outcome"] = "over_budget"
                 message = (
-                    f"{prompt.num_tokens:,} prompt tokens and up to {total - prompt.num_tokens:,} new ones "
-                    f"need {(pages + self._prefix_pages) * layout.page_bytes:,} bytes of KV cache, "
-                    f"engine.memory_budget leaves {self._budget.capacity_pages * layout.page_bytes:,}"
+                    f"{need.largest_tokens:,} prompt tokens and up to {new_tokens:,} new ones "
+                    f"need {need.least_pages * page_bytes:,} bytes of KV cache, "
+                    f"engine.memory_budget leaves {self._budget.capacity_pages * page_bytes:,}"
                 )
-        if row["outcome"] not in ("fits", "truncated"):
+        if not prompt.runs or row["outcome"] == "over_budget":
             row["status"], row["error_code"], row["error_message"] = "error", row["outcome"], message
 
     def _pack(self, rows: list[dict[str, Any]]) -> None:
         """Give the rows that run their bin and their order."""
         summary, layout = self.summary, self._budget.layout
-        items = [
-            PackItem(i, row["predicted_kv_bytes"] // layout.page_bytes, 0, self._prefix_pages)
-            for i, row in enumerate(rows)
-            if row["status"] == "ok"
-        ]
+        items = []
+        for i, row in enumerate(rows):
+            if row["status"] == "ok":
+                prefix, need = self._needs[row["index"]]
+                items.append(PackItem(i, need.num_pages, prefix, need.prefix_pages, need.num_sequences))
+        self._needs.clear()
         order = 0
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
             for i in found.indices:

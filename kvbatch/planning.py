@@ -143,6 +143,8 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
     """Return the prompt tokens of rows by content, from the last plan and run whose prompts are made alike."""
     if runner.job.input.format == "openai-batch":
         return {}  # a row says more than its content: how long its answer may be
+    if runner.job.prompt.questions or runner.job.long_document.part_tokens:
+        return {}  # a count does not tell how a prompt is divided
     wanted = _prompt_keys(runner.fingerprint.semantic)
     known: dict[str, int] = {}
     for path in (plan.path, Path(runner.job.output_dir) / "latest"):

@@ -6,7 +6,7 @@ placeholder is the same for every row, so its keys and values can be too.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,9 @@ from kvbatch.job import LongDocumentSection, PromptSection
 from kvbatch.template import Piece, parse_template
 from kvbatch.tokens import PieceTokenizer
 
-Outcome = Literal["fits", "truncated", "too_long", "missing_column", "empty_prompt", "bad_request"]
+Outcome = Literal[
+    "fits", "truncated", "split", "streamed", "too_long", "missing_column", "empty_prompt", "bad_request"
+]
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
@@ -45,11 +47,21 @@ class PromptDocument(Protocol):
 
 
 @dataclass(frozen=True)
+class PromptRequest:
+    """What the engine is asked: the first `prefix_tokens` are shared, `probe_ids` are the question's own tokens."""
+
+    token_ids: list[int]
+    prefix_tokens: int
+    probe_ids: list[int]
+    streams: bool = False
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt ready to run, or the reason why there is none."""
 
-    token_ids: list[int]  # empty unless it fits
-    num_tokens: int  # for a prompt that does not fit: the tokens it would have
+    token_ids: list[int]  # empty unless it fits; with several questions, what precedes each of them
+    num_tokens: int  # of all its requests; for a prompt that does not fit: the tokens it would have
     prefix_tokens: int  # of these, the ones shared with all rows
     dropped_tokens: int = 0
     truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
@@ -57,11 +69,30 @@ class Prompt:
     message: str | None = None
     removed_chars: int = 0  # by which prompt.clean made the document shorter
     sampling: Mapping[str, Any] = field(default_factory=dict)  # what the row sets for itself
+    probe_ids: list[int] = field(default_factory=list)
+    tails: Sequence[list[int]] = ()  # of several questions, each with what follows it
+    parts: Sequence["Prompt"] = ()  # of a document that was split
+    reduce_tokens: int = 0  # the most tokens of a prompt over the parts' answers
 
     @property
     def runs(self) -> bool:
         """Whether there are token ids to run."""
-        return self.outcome in ("fits", "truncated")
+        return self.outcome in ("fits", "truncated", "split", "streamed")
+
+    @property
+    def part_tokens(self) -> tuple[int, ...]:
+        """Tokens of each part's prompt, without the questions if there are several."""
+        return tuple(len(part.token_ids) for part in self.parts or (self,))
+
+    @property
+    def requests(self) -> list[PromptRequest]:
+        """What to ask: each question, of a split document part by part."""
+        if self.parts:
+            return [request for part in self.parts for request in part.requests]
+        if not self.tails:
+            streams = self.outcome == "streamed"
+            return [PromptRequest(self.token_ids, self.prefix_tokens, self.probe_ids, streams)]
+        return [PromptRequest(self.token_ids + tail, len(self.token_ids), []) for tail in self.tails]
 
 
 class PromptBuilder:
@@ -69,7 +100,8 @@ class PromptBuilder:
 
     Args:
         tokenizer: the model's, from transformers.
-        prompt: the job file's section.
+        prompt: the job file's section. Where it has several questions, a document is read once for all of them.
+        tokens: made of the tokenizer earlier, which takes a second.
 
     Attributes:
         prefix_ids: tokens that begin every prompt.
@@ -78,8 +110,9 @@ class PromptBuilder:
         JobFileError: The section and the model's chat template do not go together.
     """
 
-    def __init__(self, tokenizer: Any, prompt: PromptSection):
-        self._tokens = PieceTokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, prompt: PromptSection, tokens: PieceTokenizer | None = None):
+        self._tokenizer, self._section = tokenizer, prompt
+        self._tokens = tokens or PieceTokenizer(tokenizer)
         self._clean = prompt.clean
         chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
         pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
@@ -91,23 +124,36 @@ class PromptBuilder:
         self._rest = [
             piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
         ]
+        questions = self._tokens.documents(prompt.questions) if prompt.questions else []
+        self._tails: list[list[int]] = []
+        if questions:
+            place = self._rest.index("question")
+            after = [token for part in self._rest[place + 1 :] for token in part]
+            self._tails = [question + after for question in questions]
+            del self._rest[place:]
+        if len(questions) == 1:  # nothing to share
+            self._rest.append(self._tails.pop())
         written = parse_template(prompt.template)
-        asks_after = not written[-1].is_placeholder and written[-1].text.strip()
+        asks_after = questions or (not written[-1].is_placeholder and written[-1].text.strip())
         before = "" if asks_after or written[0].is_placeholder else written[0].text.strip()
         self._question_before: list[int] = self._tokens.markup(before) if before else []
 
     @property
     def num_static_tokens(self) -> int:
-        """Tokens of a prompt before anything is put into it."""
-        return len(self.prefix_ids) + sum(len(part) for part in self._rest if isinstance(part, list))
+        """Tokens of a prompt before anything is put into it, with the longest question."""
+        static = sum(len(part) for part in self._rest if isinstance(part, list))
+        return len(self.prefix_ids) + static + max(map(len, self._tails), default=0)
 
     @property
     def probe_ids(self) -> list[int]:
         """The question's own tokens, by which a compressing cache judges a document while it is read.
 
         What follows the document, down to the head of the answer; where the question stands before the document,
-        that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones.
+        that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones. None for several questions: what a
+        document keeps must serve each of them.
         """
+        if self._tails:
+            return []
         tail = self._rest[-1] if self._rest and isinstance(self._rest[-1], list) else []
         return (self._question_before + tail)[-MAX_PROBE_TOKENS:]
 
@@ -122,6 +168,51 @@ class PromptBuilder:
         from engine.calibration import calibration_text
 
         return self._tokens.markup(calibration_text())
+
+    def with_template(self, template: str, *, questions: bool = True) -> "PromptBuilder":
+        """Return a builder for another template, whose texts are clean.
+
+        Args:
+            questions: ask the section's questions; otherwise `{question}` is a column.
+        """
+        changes = {"template": template, "clean": ()} | ({} if questions else {"questions": ()})
+        return PromptBuilder(self._tokenizer, self._section.model_copy(update=changes), self._tokens)
+
+    @property
+    def tail_tokens(self) -> tuple[int, ...]:
+        """Tokens of several questions, each with what follows it."""
+        return tuple(map(len, self._tails))
+
+    def clean(self, document: PromptDocument) -> str:
+        """Return a document's text as prompts have it."""
+        return clean(document.text or "", self._clean)
+
+    def count(self, text: str) -> int:
+        """Return the tokens of a foreign text."""
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a foreign text."""
+        return self._tokens.documents([text])[0]
+
+    def token_ends(self, text: str) -> Sequence[int]:
+        """Return where each token of a foreign text ends, in characters."""
+        return self._tokens.document_ends(text)
+
+    def num_frame_tokens(self, document: PromptDocument) -> int:
+        """Return the tokens of a prompt without the document's text."""
+        values = (_value(document, part) for part in self._rest if isinstance(part, str) and part != "text")
+        return self.num_static_tokens + sum(self.count(value) for value in values if value)
+
+    def build_around(self, document: PromptDocument, text_ids: list[int]) -> Prompt:
+        """Build a prompt with these tokens in the place of the document's text, without a limit."""
+        filled = []
+        for name in (part for part in self._rest if isinstance(part, str)):
+            value = "" if name == "text" else _value(document, name)
+            if value is None:
+                return self._missing(name)
+            filled.append(text_ids if name == "text" else self.encode(value))
+        return self._fill(filled)
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one document; see `build_batch`."""
@@ -149,8 +240,7 @@ class PromptBuilder:
             filled = [next(found) if value is not None else None for value in row]
             missing = [name for name, ids in zip(names, filled, strict=True) if ids is None]
             if missing:
-                message = f"the prompt needs column {missing[0]!r}, which this row does not have"
-                prompt = self._refusal("missing_column", message)
+                prompt = self._missing(missing[0])
             elif not text.strip() and self._clean:
                 prompt = self._refusal("empty_prompt", "prompt.clean leaves nothing of the text")
             else:
@@ -165,8 +255,9 @@ class PromptBuilder:
         total = self.num_static_tokens + sum(map(len, filled))
         side = None
         dropped = 0
-        if total > max_prompt_tokens:
-            place = [part for part in self._rest if isinstance(part, str)].index("text")
+        place = [part for part in self._rest if isinstance(part, str)].index("text")
+        most = policy.part_tokens if policy.on_too_long == "split" else None
+        if total > max_prompt_tokens or (most and len(filled[place]) > most):
             room = max_prompt_tokens - (total - len(filled[place]))
             kept = self._cut(text, room, policy.drop) if policy.on_too_long == "truncate" else []
             if not kept:
@@ -179,13 +270,20 @@ class PromptBuilder:
             dropped = len(filled[place]) - len(kept)
             filled[place] = kept
             side = policy.drop
+        prompt = self._fill(filled)
+        if prompt.num_tokens == len(self.prefix_ids):  # nothing that the engine could continue from
+            return self._refusal("empty_prompt", "the text has no tokens", prompt.num_tokens)
+        if side:
+            return replace(prompt, dropped_tokens=dropped, truncation_side=side, outcome="truncated")
+        return prompt
+
+    def _fill(self, filled: Iterable[list[int]]) -> Prompt:
         ids = list(self.prefix_ids)
         values = iter(filled)
         for part in self._rest:
             ids += part if isinstance(part, list) else next(values)
-        if len(ids) == len(self.prefix_ids):  # nothing that the engine could continue from
-            return self._refusal("empty_prompt", "the text has no tokens", len(ids))
-        return Prompt(ids, len(ids), len(self.prefix_ids), dropped, side, "truncated" if side else "fits")
+        num_tokens = sum(len(ids) + len(tail) for tail in self._tails or [[]])
+        return Prompt(ids, num_tokens, len(self.prefix_ids), probe_ids=self.probe_ids, tails=self._tails)
 
     def _cut(self, text: str, room: int, drop: str) -> list[int]:
         """Return at most `room` of the text's tokens, without `drop` of it and without half characters."""
@@ -201,6 +299,11 @@ class PromptBuilder:
         while start_of_rest < len(ids) and not may_cut[start_of_rest - 1]:
             start_of_rest += 1
         return ids[:num_first] + ids[start_of_rest:]
+
+    def _missing(self, name: str) -> Prompt:
+        return self._refusal(
+            "missing_column", f"the prompt needs column {name!r}, which this row does not have"
+        )
 
     def _refusal(self, outcome: Outcome, message: str, num_tokens: int = 0) -> Prompt:
         return Prompt([], num_tokens, len(self.prefix_ids), outcome=outcome, message=message)

@@ -225,6 +225,6 @@ def _request(runner: "JobRunner", document: "Document") -> "Request | None":
     if not prompt.runs:
         return None
     sampling = sampling_params(job, runner.model.tokenizer, str(document.row_id), prompt.sampling)
-    probe = tuple(runner.builder.probe_ids)
+    first = prompt.requests[0]
     constraint = runner.answers and runner.answers.constraint
-    return Request(0, prompt.token_ids, sampling, prompt.prefix_tokens, probe, constraint)
+    return Request(0, first.token_ids, sampling, first.prefix_tokens, tuple(first.probe_ids), constraint)

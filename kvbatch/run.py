@@ -38,7 +38,6 @@ from kvbatch.manifest import (
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog, write_heartbeat
 from kvbatch.stop import Stopper
-from kvbatch.template import column_names
 from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
@@ -481,17 +480,20 @@ class JobRunner:
 
 
 def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
-    """Prove that the model's context holds more than what all prompts share and the answer.
+    """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
 
     Raises:
         JobFileError: It does not.
     """
+    from kvbatch.long_document import LongDocuments
+
     if builder.num_static_tokens + job.generation.max_new_tokens >= context:
         raise JobFileError(
             f"the prompt takes {builder.num_static_tokens:,} tokens before any document and "
             f"generation.max_new_tokens {job.generation.max_new_tokens:,}; the model's context of "
             f"{context:,} leaves no room for a document: shorten one of them"
         )
+    LongDocuments(builder, job, context - job.generation.max_new_tokens)
 
 
 def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
@@ -500,11 +502,11 @@ def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
     Raises:
         JobFileError: It does not.
     """
-    for key in ("template", "system"):
-        for name in column_names(getattr(job.prompt, key) or ""):
+    for key, columns in job.prompt_columns.items():
+        for name in columns:
             if name not in names:
                 raise JobFileError(
-                    f"prompt.{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
+                    f"{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
                 )
 
 

@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from engine import Result
     from kvbatch.answers import AnswerForm
     from kvbatch.corpus import Document
+    from kvbatch.row_work import RowWork
 
+ANSWER_FIELDS = [
+    pa.field("question", pa.string()),
+    pa.field("output", pa.string()),
+    pa.field("output_json", pa.string()),
+    pa.field("status", pa.string()),  # ok | error
+    pa.field("finish_reason", pa.string()),
+    pa.field("error_code", pa.string()),
+    pa.field("error_message", pa.string()),
+]
+PART_FIELDS = [
+    pa.field("part", pa.int32()),  # from 0
+    pa.field("question", pa.int32()),  # its place in the list of questions; null if there is none
+    pa.field("output", pa.string()),
+    pa.field("finish_reason", pa.string()),
+]
 OUTPUT_FIELDS = [
     pa.field("output", pa.string()),
     pa.field("output_json", pa.string()),  # the same, proved to be of generation.json_schema
@@ -29,6 +45,11 @@ OUTPUT_FIELDS = [
     pa.field("kvb_prompt_tokens", pa.int64()),
     pa.field("kvb_completion_tokens", pa.int64()),
     pa.field("kvb_cached_prompt_tokens", pa.int64()),
+    pa.field("kvb_outcome", pa.string()),  # what the plan made of the document: fits | truncated | split | …
+    pa.field("kvb_n_parts", pa.int32()),
+    pa.field("kvb_n_levels", pa.int32()),  # of answers over answers, of a split document
+    pa.field("kvb_answers", pa.list_(pa.struct(ANSWER_FIELDS))),  # to several questions, in their order
+    pa.field("kvb_parts", pa.list_(pa.struct(PART_FIELDS))),  # what the parts answered, if it is kept
     pa.field("kvb_dropped_tokens", pa.int64()),
     pa.field("kvb_truncation_side", pa.string()),
     pa.field("kvb_removed_chars", pa.int64()),  # by prompt.clean
@@ -108,19 +129,26 @@ class OpenShard:
         """Whether every row that runs has ended."""
         return not self._num_left
 
-    def finish(
-        self, place: int, result: "Result", oom_steps: Sequence[str] = (), num_retries: int = 0
-    ) -> dict[str, Any]:
-        """Take a row's result; return its output columns.
+    def finish(self, place: int, work: "RowWork", num_retries: int = 0) -> dict[str, Any]:
+        """Take a row whose requests have ended; return its output columns.
 
         Args:
-            oom_steps: what was done before, since memory ran out.
-            num_retries: how often it failed before, for another reason.
+            num_retries: how often it failed before, for another reason than memory.
         """
         assert place not in self.finished, "a row ends once"
+        result, oom_steps = work.result(), work.oom_steps
         gave_up = DEAD_LETTER in oom_steps
-        columns = _result_columns(result, "out_of_memory" if gave_up else "engine")
-        if self.answers and result.finish_reason != "error":
+        columns = _result_columns(result)
+        if result.finish_reason == "error":
+            columns |= _failed(work.error_code, result.error_message)
+        columns |= work.columns()
+        if work.questions:
+            answers = [_judged(answer, self.answers) for answer in work.answers()]
+            columns |= {"output": None, "kvb_answers": answers}
+            failed = next((answer for answer in answers if answer["status"] == "error"), None)
+            if failed:
+                columns |= _failed(failed["error_code"], failed["error_message"])
+        elif self.answers and result.finish_reason != "error":
             columns |= self.answers.judge(result.text)
         columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
@@ -176,6 +204,8 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
         "kvb_error_message": row["error_message"],
         "kvb_attempts": 0,
         "kvb_prompt_tokens": row["prompt_tokens"],
+        "kvb_outcome": row["outcome"],
+        "kvb_n_parts": row["parts"],
         "kvb_dropped_tokens": row["dropped_tokens"],
         "kvb_truncation_side": row["truncation_side"],
         "kvb_removed_chars": row["removed_chars"],
@@ -183,10 +213,21 @@ def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _result_columns(result: "Result", error_code: str) -> dict[str, Any]:
-    failed = result.finish_reason == "error"
-    columns = {
-        "output": None if failed else result.text,
+def _judged(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]:
+    """Return an answer to one of several questions, held against the form that the job asks for."""
+    if answer["status"] == "error" or form is None:
+        return answer
+    columns = form.judge(answer["output"])
+    return answer | {name.removeprefix("kvb_"): value for name, value in columns.items()}
+
+
+def _failed(code: str, message: str | None) -> dict[str, Any]:
+    return {"kvb_status": "error", "kvb_error_code": code, "kvb_error_message": message}
+
+
+def _result_columns(result: "Result") -> dict[str, Any]:
+    return {
+        "output": None if result.finish_reason == "error" else result.text,
         "kvb_finish_reason": result.finish_reason,
         "kvb_prompt_tokens": result.prompt_tokens,
         "kvb_completion_tokens": result.completion_tokens,
@@ -199,13 +240,6 @@ def _result_columns(result: "Result", error_code: str) -> dict[str, Any]:
         "kvb_prefill_s": result.prefill_s,
         "kvb_decode_s": result.decode_s,
     }
-    if failed:
-        columns |= {
-            "kvb_status": "error",
-            "kvb_error_code": error_code,
-            "kvb_error_message": result.error_message,
-        }
-    return columns
 
 
 def _join(left: pa.Table, right: pa.Table) -> pa.Table:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
@@ -11,10 +12,13 @@ from kvbatch.earlier_rows import copy_rows
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
 from kvbatch.job import Job
+from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
 from kvbatch.plan import PlanSummary, read_plan, windows
+from kvbatch.prompt import PromptRequest
 from kvbatch.recovery import Recovered
+from kvbatch.row_work import RowWork
 from kvbatch.runlog import RunLog
 from kvbatch.shard import OUTPUT_FIELDS, OpenShard, row_seed
 from kvbatch.wal import WriteAheadFile
@@ -42,7 +46,12 @@ class ShardLoop:
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
         self._carry = Carry.of(run)
-        self._failures: Counter[int] = Counter()  # of rows that are tried again, by request id
+        limit = runner.model.config.max_context - self._job.generation.max_new_tokens
+        self._prompts = LongDocuments(runner.builder, self._job, limit)
+        self._num_rows = 0
+        self._works: dict[int, RowWork] = {}  # in the engine, by the row's index
+        self._followers: list[Request] = []
+        self._failures: Counter[int] = Counter()  # of rows that are tried again
         self._to_retry: list[int] = []
 
     def run(self, plan: PlanSummary) -> None:
@@ -52,7 +61,8 @@ class ShardLoop:
             InputError: The input is not what was planned.
             OutputError: The run directory cannot be written.
         """
-        requests = self._with_retries(drained_before(self._requests(plan), plan.peak_row))
+        self._num_rows = plan.num_rows
+        requests = self._with_arisen(drained_before(self._requests(plan), plan.peak_row))
         try:
             if self._llm is None:
                 assert not any(requests), "a row wants to run, but the plan has none"
@@ -64,17 +74,29 @@ class ShardLoop:
             for file in self._write_ahead.values():
                 file.close()
 
-    def _finish(self, result: Result, oom_steps: Sequence[str]) -> None:
-        number, place = divmod(result.request_id, self._job.output.shard_rows)
-        shard = self._open[number]
-        num_failures = self._failures[result.request_id]
-        if result.finish_reason == "error" and not oom_steps and num_failures < self._job.limits.row_retries:
-            self._failures[result.request_id] += 1
-            self._to_retry.append(result.request_id)
+    def _finish(self, request_result: Result, oom_steps: Sequence[str]) -> None:
+        request_number, index = divmod(request_result.request_id, self._num_rows)
+        work = self._works[index]
+        followers = work.take(request_number, request_result, oom_steps)
+        self._followers += [self._request(index, *follower) for follower in followers]
+        if work.is_done:
+            self._finish_row(index, self._works.pop(index))
+
+    def _finish_row(self, index: int, work: RowWork) -> None:
+        number, place = divmod(index, self._job.output.shard_rows)
+        shard, result = self._open[number], work.result()
+        num_failures = self._failures[index]
+        if (
+            result.finish_reason == "error"
+            and not work.oom_steps
+            and num_failures < self._job.limits.row_retries
+        ):
+            self._failures[index] += 1
+            self._to_retry.append(index)
             self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
             return
         with self._runner.stopper.shield():
-            row = shard.finish(place, result, oom_steps, num_failures)
+            row = shard.finish(place, work, num_failures)
             self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
@@ -83,22 +105,27 @@ class ShardLoop:
         if shard.is_done:
             self._commit(shard)
 
-    def _with_retries(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
-        """Add the rows that failed, soon after they did, so that their shards need not stay open for long."""
+    def _with_arisen(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """Add requests that ended ones give rise to, soon after they did, so that shards do not stay open for long."""
         for request in requests:
             yield request
-            yield from self._retries()
-        if self._job.limits.row_retries:
-            yield None  # the last rows end before it is known whether they failed
-            while self._to_retry:
-                yield from self._retries()
-                yield None
+            while arisen := self._arisen():
+                yield from arisen
+                if request is not None:
+                    break
+                yield None  # what was drained is to stay so
+        while self._works:
+            yield None  # the last ones end before it is known what arises from them
+            yield from self._arisen()
 
-    def _retries(self) -> Iterator[Request]:
-        for request_id in list(self._to_retry):
-            self._to_retry.remove(request_id)
-            number, place = divmod(request_id, self._job.output.shard_rows)
-            yield from self._build(self._open[number], [place])
+    def _arisen(self) -> list[Request]:
+        """Return the requests that answers made possible, and those of rows that are tried again."""
+        followers, self._followers = self._followers, []
+        retried, self._to_retry = self._to_retry, []
+        for index in retried:
+            number, place = divmod(index, self._job.output.shard_rows)
+            followers += self._build(self._open[number], [place])
+        return followers
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
@@ -148,23 +175,29 @@ class ShardLoop:
 
     def _build(self, shard: OpenShard, places: Sequence[int]) -> Iterator[Request]:
         first = shard.number * self._job.output.shard_rows
-        planner_limit = self._runner.model.config.max_context - self._job.generation.max_new_tokens
-        prompts = self._runner.builder.build_batch(
-            [shard.documents[place] for place in places], planner_limit, self._job.long_document
-        )
+        prompts = self._prompts.build_batch([shard.documents[place] for place in places])
         for place, prompt in zip(places, prompts, strict=True):
             assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
-            sampling = sampling_params(
-                self._job, self._runner.model.tokenizer, shard.rows[place]["row_id"], prompt.sampling
-            )
-            yield Request(
-                first + place,
-                prompt.token_ids,
-                sampling,
-                prompt.prefix_tokens,
-                self._runner.builder.probe_ids,
-                self._runner.answers and self._runner.answers.constraint,
-            )
+            work = RowWork(shard.documents[place], prompt, self._job, self._prompts)
+            self._works[first + place] = work
+            yield from [self._request(first + place, *request) for request in work.first()]
+
+    def _request(self, index: int, number: int, wanted: PromptRequest) -> Request:
+        """Return a request of a row by its number in the row; the first has the row's index for an id."""
+        shard, place = divmod(index, self._job.output.shard_rows)
+        row_id, own = self._open[shard].rows[place]["row_id"], self._works[index].sampling
+        sampling = sampling_params(self._job, self._runner.model.tokenizer, row_id, own)
+        if number:
+            sampling = replace(sampling, seed=row_seed(sampling.seed, str(number)))
+        return Request(
+            number * self._num_rows + index,
+            wanted.token_ids,
+            sampling,
+            wanted.prefix_tokens,
+            wanted.probe_ids,
+            self._runner.answers and self._runner.answers.constraint,
+            wanted.streams,
+        )
 
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():

@@ -43,6 +43,20 @@ def parse_template(template: str) -> list[Piece]:
     return pieces
 
 
+def check_question(template: str) -> None:
+    """Prove that `{question}` is the last placeholder of a template and stands in it once.
+
+    Raises:
+        ValueError: It does not: the document could not be read before the question is known.
+    """
+    names = [piece.text for piece in parse_template(template) if piece.is_placeholder]
+    if names[-1:] != ["question"] or names.count("question") > 1:
+        raise ValueError(
+            "with prompt.questions, {question} must stand once, after {text} and all other placeholders, "
+            "so that a document is read once for all questions"
+        )
+
+
 def check_template(template: str, num_texts: int) -> None:
     """Prove that a template parses and holds `{text}` exactly `num_texts` times.
 

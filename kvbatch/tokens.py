@@ -7,6 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvbatch.errors import ModelUnavailable
@@ -102,6 +103,20 @@ class PieceTokenizer:
                 all_ids.extend(piece_ids)
                 all_ends.extend(ends)
             return all_ids, all_ends
+        ids, offsets = self._document(text)
+        follows = [a for a, _ in offsets[1:]] + [len(text)]
+        return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+
+    def document_ends(self, text: str) -> Sequence[int]:
+        """Return where each token of a foreign text ends in it, ascending, in characters."""
+        ends, start = array("Q"), 0
+        for piece in _pieces(text) if len(text) > WHOLE_CHARS else (text,):
+            ends.extend(accumulate((start + end for _, end in self._document(piece)[1]), max))
+            start += len(piece)
+        return ends
+
+    def _document(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokenise one foreign text into ids, and for each the characters it stands for."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
@@ -112,8 +127,7 @@ class PieceTokenizer:
             ids += encoding.ids
             offsets += [(a + start, b + start) for a, b in encoding.offsets]
             start = end
-        follows = [a for a, _ in offsets[1:]] + [len(text)]
-        return ids, [after >= b for (_, b), after in zip(offsets, follows, strict=True)]
+        return ids, offsets
 
 
 def _pieces(text: str) -> Iterator[str]:

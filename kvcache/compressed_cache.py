@@ -153,14 +153,15 @@ class CompressedCache:
         is_full = config.streaming and self.arena.length >= (config.delay + 1) * config.chunk_size
         return config.chunk_size if is_full and not self._leaving else 0
 
-    def compress(self, prompt_tokens: int | None, *, prompt_ends: bool) -> None:
+    def compress(self, prompt_tokens: int | None, *, thinning: float = 1.0, prompt_ends: bool) -> None:
         """Move the chunk that is old enough to pages, and at the prompt's end everything else.
 
         Args:
             prompt_tokens: of the whole prompt; None where nobody knows yet how it goes on.
+            thinning: of what is kept of chunks, where the prompt is longer than that (`CompressedLayout.thinning`).
         """
         due = self.num_due(prompt_ends=False)
-        scale = 1.0 if prompt_tokens is None else self.layout.chunk_scale(prompt_tokens)
+        scale = 1.0 if prompt_tokens is None else self.layout.chunk_scale(prompt_tokens) * thinning
         if due and self._background:
             scores, keys, values = self._judged(due)
             compress = partial(self._compressor.compress, scale=scale)
@@ -171,7 +172,7 @@ class CompressedCache:
             self._compress_arena(due, scale=scale)
         if prompt_ends:
             self._await_chunk()
-            self._leave_arena(scale)
+            self._leave_arena(scale, prompt_tokens)
 
     def count_decoded(self) -> None:
         """Count a decoded token that all layers have written to the open pages; compress these when they are full.
@@ -238,17 +239,17 @@ class CompressedCache:
         self._take(shares)
         arena.drop_front(num_tokens)
 
-    def _leave_arena(self, scale: float) -> None:
+    def _leave_arena(self, scale: float, prompt_tokens: int) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
         arena, layout = self.arena, self.layout
         older = max(
             arena.length - layout.config.recent_tokens, self._num_sinks(arena.length)
         )  # [0, older) leaves
-        tail = min(layout.tail_tokens(self.num_tokens), older)
+        tail = min(layout.tail_tokens(prompt_tokens), older)
         if older > tail:
             self._compress_arena(older - tail, scale=scale)
         if tail:
-            self._compress_arena(tail, keep_all=True, fill_pages=layout.fills_pages(self.num_tokens))
+            self._compress_arena(tail, keep_all=True, fill_pages=layout.fills_pages(prompt_tokens))
         self._append_all(
             self.recent,
             arena.keys[:, :, : arena.length].flatten(0, 1),

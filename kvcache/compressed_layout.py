@@ -94,14 +94,17 @@ class CompressedLayout:
         moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
         return num_tokens * (self.token_bytes + 4 * self.num_lanes) + moment_bytes
 
-    def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
+    def sequence_pages(
+        self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0, streamed_tokens: int = 0
+    ) -> int:
         """Return the most frames that a sequence ever holds.
 
         Args:
             num_tokens: of prompt and answer.
-            shared_tokens: of these, those cached elsewhere; they save no frames, and were judged before it was known
-                how long a prompt they begin.
+            shared_tokens: of these, those cached elsewhere. They were judged before it was known how long a prompt they
+                begin. Their full quantised pages are shared and never make room for others; the rest is copied.
             new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
+            streamed_tokens: of a longer prompt, of which no more is kept (`thinning`), though in more chunks.
         """
         config = self.config
         prompt_tokens = num_tokens - new_tokens
@@ -118,13 +121,30 @@ class CompressedLayout:
                 kept += TIER_PAGE_TOKENS
             if number == 0 and not config.drops:
                 kept += new_tokens
-            kept_tokens = int(kept * self.num_lanes) + self._rounding_tokens(prompt_tokens)
-            full_pages = min(kept_tokens, self.num_lanes * num_tokens) // page_format.page_tokens
+            read_tokens = max(prompt_tokens, streamed_tokens)
+            kept_tokens = int(kept * self.num_lanes) + self._rounding_tokens(read_tokens)
+            if page_format != self.whole:
+                kept_tokens -= self._shared_page_tokens(tier.ratio, shared_tokens, new_tokens)
+            most_tokens = self.num_lanes * (read_tokens + new_tokens)
+            full_pages = min(kept_tokens, most_tokens) // page_format.page_tokens
             if page_format == self.whole:
                 whole_pages += full_pages + self.num_lanes
             else:
                 frames += self._frames(full_pages, page_format)
         return frames + self._frames(whole_pages, self.whole)
+
+    def _shared_page_tokens(self, ratio: float, shared_tokens: int, new_tokens: int) -> int:
+        """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
+        config = self.config
+        # chunks that were judged and have left the arena, even where one is compressed beside the model
+        num_chunks = shared_tokens // config.chunk_size - config.delay - 1
+        if not config.streaming or num_chunks < 1:
+            return 0
+        judged = num_chunks * config.chunk_size
+        kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes
+        in_decode = new_tokens if config.drops else 0  # pages that would have made room
+        unsure = (TIER_PAGE_TOKENS + in_decode) * self.num_lanes + self._rounding_tokens(judged)
+        return max(0, kept - unsure)
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of `sequence_pages`."""
@@ -149,6 +169,12 @@ class CompressedLayout:
             return 1.0
         ratio = sum(tier.ratio for tier in self.config.resolved_tiers)
         return (ratio * judged - tail) / (judged - tail) / ratio
+
+    def thinning(self, streamed_tokens: int, prompt_tokens: int) -> float:
+        """Return what part of a long prompt's chunks is kept, so that it takes what one of `prompt_tokens` takes."""
+        tail = self.tail_tokens(prompt_tokens)
+        judged = self._judged_tokens(max(streamed_tokens, prompt_tokens)) - tail
+        return (self._judged_tokens(prompt_tokens) - tail) / judged if judged > 0 else 1.0
 
     def _judged_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are neither sinks nor, as far as the arena holds it, recent window."""

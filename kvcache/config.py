@@ -105,6 +105,11 @@ class KVCacheConfig:
         return self.judges and self.budget == "calibrated"
 
     @property
+    def can_stream(self) -> bool:
+        """Whether a prompt of any length can be read in the memory of a short one."""
+        return self.compresses and self.judges and self.streaming
+
+    @property
     def quantises(self) -> bool:
         """Whether any tier has fewer bits than the model."""
         return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)

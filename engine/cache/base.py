@@ -44,8 +44,8 @@ class CacheBackend(Protocol):
     peak_bytes: int
     num_arenas: int  # in use
 
-    def can_open(self, num_blocks: int) -> bool:
-        """Tell whether a sequence that needs `num_blocks` can be opened now."""
+    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
+        """Tell whether so many sequences that together need `num_blocks` can be opened now."""
         ...
 
     def open(self, num_blocks: int, num_tokens: int, prefix: SequenceHandle | None) -> SequenceHandle:

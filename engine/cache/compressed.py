@@ -9,6 +9,7 @@ from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
 from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
+from engine.streaming import StreamPositions, positions_left
 from kvcache.arena import ArenaPool
 from kvcache.background import BackgroundCompressor
 from kvcache.compensation import compensation_weights, output_moments
@@ -31,6 +32,7 @@ class CompressedBackend:
         num_arenas: the most sequences in prefill at once.
         overlaps_compression: compress in the background; arenas must hold one chunk more.
         max_context: positions the model has.
+        move_keys: see `Decoder.move_keys`.
         repeat_token_ids: see `EngineConfig`.
         lane_shares: what each lane needs, for budget `calibrated`.
         output_weights: of every layer, `[hidden, H D]`, in the basis of the values: how their errors show.
@@ -45,6 +47,7 @@ class CompressedBackend:
         num_arenas: int,
         overlaps_compression: bool = False,
         max_context: int,
+        move_keys: Callable[[Tensor, Tensor], Tensor],
         repeat_token_ids: tuple[int, ...],
         lane_shares: LaneShares | None,
         output_weights: list[Tensor],
@@ -66,7 +69,7 @@ class CompressedBackend:
             device=device,
         )
         self._whole_dtype = whole_dtype
-        self._max_context = max_context
+        self._max_context, self._move_keys = max_context, move_keys
         self._repeat_token_ids = list(repeat_token_ids)
         self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = cpu_kernels(layout.head_dim)
@@ -103,9 +106,9 @@ class CompressedBackend:
     def num_arenas(self) -> int:
         return self.arenas.num_used
 
-    def can_open(self, num_blocks: int) -> bool:
+    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """See `CacheBackend.can_open`."""
-        return num_blocks <= self.frames.num_available and self.arenas.num_free > 0
+        return num_blocks <= self.frames.num_available and self.arenas.num_free >= num_sequences
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
@@ -244,7 +247,36 @@ class CompressedBackend:
         cache.extend(num_tokens, prompt_ends=prompt_ends)
         if self._reconstructs:
             self._reconstruct(sequence, cache.num_due(prompt_ends=prompt_ends), look_ahead)
-        cache.compress(None if sequence.is_prefix else sequence.num_prompt_tokens, prompt_ends=prompt_ends)
+        num_due = cache.num_due(prompt_ends=False)
+        prompt_tokens, thinning = (None if sequence.is_prefix else sequence.num_prompt_tokens), 1.0
+        longest = self._max_context - sequence.request.sampling.max_new_tokens
+        if sequence.request.streams and sequence.num_prompt_tokens > longest:
+            # as much is kept as of the longest prompt that fits
+            prompt_tokens, thinning = longest, self.layout.thinning(sequence.num_prompt_tokens, longest)
+            if num_due:
+                self._rebase(sequence, num_due)
+        cache.compress(prompt_tokens, thinning=thinning, prompt_ends=prompt_ends)
+
+    def _rebase(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give the arena's first tokens, which are about to leave it, their last position, and move up the others."""
+        request, cache, arena = sequence.request, sequence.cache, sequence.cache.arena
+        left = positions_left(
+            self._max_context,
+            arena.capacity,
+            request.sampling.max_new_tokens,
+            len(request.probe_token_ids),
+        )
+        positions = StreamPositions(sequence.num_prompt_tokens, self.layout.config.warmup_tokens, left)
+        first = cache.num_tokens - arena.length
+        moved = positions.of(first + num_tokens) - positions.of(first) - num_tokens
+        offsets = [
+            positions.of(first + i) - positions.of(first) - i if i < num_tokens else moved
+            for i in range(arena.length)
+        ]
+        if any(offsets):
+            keys = arena.keys[:, :, : arena.length]
+            keys.copy_(self._move_keys(keys, torch.tensor(offsets, device=keys.device)))
+            sequence.position += moved
 
     def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:
         """Let the model repeat the arena's first tokens, a chunk in each pass, and the scorer see what it looks at.

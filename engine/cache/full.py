@@ -56,7 +56,7 @@ class FullCache:
     def num_arenas(self) -> int:
         return 0
 
-    def can_open(self, num_blocks: int) -> bool:
+    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """See `CacheBackend.can_open`."""
         return num_blocks <= self.pool.num_free
 

@@ -32,6 +32,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         num_arenas=budget.num_arenas,
         overlaps_compression=budget.overlaps_compression,
         max_context=model.config.max_context,
+        move_keys=model.move_keys,
         repeat_token_ids=config.repeat_token_ids,
         lane_shares=calibrate(model, config.calibration_token_ids)
         if config.cache.needs_calibration

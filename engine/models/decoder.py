@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.convert import rotate_values, to_int8
-from engine.models.rope import rope_tables
+from engine.models.rope import moved_keys, rope_tables
 from engine.models.weights import LayerWeights, Projection, Weights, load_weights
 from engine.native.int8 import Int8Rows, Int8Weight
 from engine.native.registry import layer_kernels
@@ -54,6 +54,13 @@ class Decoder:
         """The attention's output projection of every layer, `[hidden, H D]`."""
         weights = (layer.output.weight for layer in self._weights.layers)
         return [w.dequantised() if isinstance(w, Int8Weight) else w for w in weights]
+
+    def move_keys(self, keys: Tensor, offsets: Tensor) -> Tensor:
+        """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""
+        if not self.is_rotated:
+            return moved_keys(keys, offsets, self.config.rope)
+        turn = self._turn  # its own inverse
+        return moved_keys(keys.float() @ turn, offsets, self.config.rope) @ turn
 
     def rotate_heads(self) -> None:
         """Compute queries, keys and values in the rotated basis from now on, in which few bits do.

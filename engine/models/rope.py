@@ -87,6 +87,19 @@ def rope_config(config: Any, parameters: dict[str, Any], head_dim: int) -> RopeC
     return RopeConfig(scaling, tuple(frequencies.float().tolist()), float(factor))
 
 
+def moved_keys(
+    keys: Tensor,  # [..., n, D]
+    offsets: Tensor,  # [n]
+    rope: RopeConfig,
+) -> Tensor:
+    """Return keys as if each had been that much further on, float32: rotations add up."""
+    frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float64, device=keys.device)
+    angles = torch.outer(offsets.double(), frequencies)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    first, second = keys.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 def rope_tables(rope: RopeConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each float32 [num_positions, head_dim / 2]."""
     frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32, device=device)

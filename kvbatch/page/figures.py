@@ -59,6 +59,9 @@ def _timeline(steps: pl.DataFrame | None) -> dict[str, list] | None:
     return intervals.with_columns(seconds).drop("place").to_dict(as_series=False)
 
 
+OUTCOMES = ("fits", "truncated", "split", "streamed", "refused")
+
+
 def _lengths(plan: pl.DataFrame | None) -> dict[str, Any] | None:
     """Count rows by prompt length and outcome, and say which lengths share a bin."""
     plan = plan.filter(pl.col("prompt_tokens").is_not_null()) if plan is not None else None
@@ -67,9 +70,9 @@ def _lengths(plan: pl.DataFrame | None) -> dict[str, Any] | None:
     width = _nice_width(plan["prompt_tokens"].max())
     plan = plan.with_columns(
         (pl.col("prompt_tokens") // width).alias("class"),
-        pl.when(pl.col("outcome").is_in(["fits", "truncated"]))
+        pl.when(pl.col("outcome").is_in(OUTCOMES[:-1]))
         .then("outcome")
-        .otherwise(pl.lit("refused"))
+        .otherwise(pl.lit(OUTCOMES[-1]))
         .alias("outcome"),
     )
     num_classes = plan["class"].max() + 1
@@ -80,7 +83,7 @@ def _lengths(plan: pl.DataFrame | None) -> dict[str, Any] | None:
     packed = _thinned(plan.filter(pl.col("bin").is_not_null()).sort("prompt_tokens"))
     return {
         "class_tokens": width,
-        "counts": {name: counts[name] for name in ("fits", "truncated", "refused") if name in counts},
+        "counts": {name: counts[name] for name in OUTCOMES if name in counts},
         "packed": packed.select("prompt_tokens", "bin").to_dict(as_series=False),
     }
 

@@ -84,10 +84,15 @@ def draw_lengths(lengths: dict[str, Any]) -> str:
         top, *below = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights).flat
         width = lengths["class_tokens"]
         bottom = [0] * len(next(iter(lengths["counts"].values())))
-        colours = {"fits": _ONE, "truncated": _TWO, "refused": _THREE}
+        colours = {
+            "fits": _ONE,
+            "refused": _THREE,
+        }  # and what a job does with long documents, which is one thing
         for name, counts in lengths["counts"].items():
             lefts = [i * width for i in range(len(counts))]
-            bars = top.bar(lefts, counts, width * 0.94, bottom, align="edge", color=colours[name], label=name)
+            bars = top.bar(
+                lefts, counts, width * 0.94, bottom, align="edge", color=colours.get(name, _TWO), label=name
+            )
             for i, bar in enumerate(bars):
                 bar.set_gid(f"{name}-{i}")
             bottom = [a + b for a, b in zip(bottom, counts, strict=True)]

@@ -9,6 +9,8 @@ from engine.budget import Budget
 from kvbatch.config import load_job
 from kvbatch.plan import Planner, read_plan, windows
 from kvbatch.prompt import PromptBuilder
+from kvcache.compressed_layout import CompressedLayout
+from kvcache.config import KVCacheConfig
 from kvcache.layout import CacheLayout
 
 LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=8, element_bytes=4, page_tokens=16)
@@ -29,10 +31,10 @@ class Doc:
 
 @pytest.fixture
 def plan(job_file, tokenizer, tmp_path):
-    def plan(documents, *overrides, capacity_pages=40, max_context=200):
+    def plan(documents, *overrides, capacity_pages=40, max_context=200, layout=LAYOUT):
         job = load_job(job_file([]), ["output.shard_rows=4", *overrides])
         builder = PromptBuilder(tokenizer, job.prompt)
-        planner = Planner(job, builder, Budget(LAYOUT, 0, 64, 3, capacity_pages), max_context)
+        planner = Planner(job, builder, Budget(layout, 0, 64, 3, capacity_pages), max_context)
         summary = planner.write(iter(documents), tmp_path)
         return summary, [row for shard in read_plan(tmp_path) for row in shard], builder
 
@@ -104,3 +106,29 @@ def test_windows_are_lazy():
     stream = iter(range(10))
     assert next(windows(stream, 4)) == [0, 1, 2, 3]
     assert next(stream) == 4
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["long_document.on_too_long=split", "long_document.part_tokens=40"],
+        [
+            "long_document.on_too_long=split",
+            "prompt.questions=[a, b, c]",
+            "prompt.template='{text} {question}'",
+        ],
+        ["long_document.on_too_long=stream", "cache.preset=logs", "cache.chunk_size=16", "cache.delay=1"],
+    ],
+)
+def test_a_plan_is_the_same_made_anew_from_its_rows(plan, job_file, tokenizer, tmp_path, overrides):
+    documents = [Doc("7" * length, f"r{length}") for length in (10, 30, 150, 175, 400, 900)]
+    layout = (
+        CompressedLayout(2, 2, 16, 4, 2, KVCacheConfig.preset("logs")) if "stream" in overrides[0] else LAYOUT
+    )
+    summary, rows, builder = plan(documents, *overrides, capacity_pages=400, layout=layout)
+    assert {row["outcome"] for row in rows} == {"fits", overrides[0].split("=")[1].replace("m", "med")}
+    job = load_job(job_file([]), ["output.shard_rows=4", *overrides])
+    again = Planner(job, builder, Budget(layout, 0, 64, 3, 400), 200).replan(read_plan(tmp_path))
+    assert again.figures() | {"text_hashes": None} == summary.figures() | {"text_hashes": None}
+    smaller = Planner(job, builder, Budget(layout, 0, 64, 3, 60), 200).replan(read_plan(tmp_path))
+    assert smaller.predicted_kv_peak_bytes <= 60 * layout.page_bytes

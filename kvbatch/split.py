@@ -1,0 +1,134 @@
+"""Cut a text into parts of so many tokens, between paragraphs, lines or blocks of code where that is possible.
+
+Owns where a part ends; knows no prompts. Joined without their overlap, the parts are the text.
+"""
+
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Boundary = Literal["code", "paragraph", "line"]
+
+# Each match ends where a part may begin: a line keeps its indentation.
+_PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+")
+_PLACES: dict[str, re.Pattern[str]] = {
+    # a line that begins at the margin, after an empty one, and closes nothing; the end of a fenced block
+    "code": re.compile(r"\n(?:[^\S\n]*\n)+(?=[^\s)\]}])|^(?:```|~~~)[^\S\n]*\n", re.MULTILINE),
+    "paragraph": _PARAGRAPH,
+    "line": re.compile(r"\n"),
+    "sentence": re.compile(r"[.!?。！？][\"'”’)\]]*\s+"),
+    "word": re.compile(r"\s+"),
+}
+_FENCED = re.compile(r"^(```|~~~)[^\n]*\n.*?(?:^\1[^\S\n]*$|\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Part:
+    """`text[start:end]` is new in this part; it is read from `overlap_start` on."""
+
+    overlap_start: int
+    start: int
+    end: int
+
+
+def split_text(
+    text: str,
+    token_ends: Sequence[int],
+    count: Callable[[str], int],
+    *,
+    room: int,
+    overlap: int,
+    boundary: Boundary,
+) -> list[Part] | None:
+    """Return the parts of a text, about equally long.
+
+    Args:
+        token_ends: where each token of the text ends, ascending, in characters.
+        count: tokens of a piece of the text on its own; a cut inside a token may make some more.
+        room: the most tokens of a part.
+        overlap: of these, about so many repeat the end of the part before.
+        boundary: the kind of place to cut at; where a part has none in its second half, the next finer kind is taken.
+
+    Returns:
+        The parts, or None where the room does not hold a character beside the overlap.
+    """
+    fences = [match.span() for match in _FENCED.finditer(text)] if boundary == "code" else []
+    parts: list[Part] = []
+    start = 0
+    while start < len(text):
+        first = bisect_right(token_ends, start)
+        back = start
+        if parts and overlap:
+            back = _unjoined(text, token_ends[first - overlap - 1] if first > overlap else 0)
+        end = _part_end(text, token_ends, count, first, back, start, room, boundary, fences)
+        if end is None:
+            return None
+        parts.append(Part(back, start, end))
+        start = end
+    return parts
+
+
+def _part_end(
+    text: str,
+    token_ends: Sequence[int],
+    count: Callable[[str], int],
+    first: int,
+    back: int,
+    start: int,
+    room: int,
+    boundary: Boundary,
+    fences: Sequence[tuple[int, int]],
+) -> int | None:
+    """Return where the part ends that is read from `back` and new from `start`, its token `first` on."""
+    own = room - (first - bisect_right(token_ends, back))
+    left = len(token_ends) - first
+    while own > 0:
+        if left <= own:
+            end = len(text)
+        else:
+            aim = -(-left // -(-left // own))  # as long as the parts after it
+            low, wanted, high = (token_ends[first + n - 1] for n in (max(1, aim // 2), aim, own))
+            end = _best_place(text, max(low, start + 1), wanted, max(high, start + 1), boundary, fences)
+        excess = count(text[back:end]) - room
+        if excess <= 0:
+            return end
+        own = min(own, left) - excess
+    return None
+
+
+def _best_place(
+    text: str, low: int, wanted: int, high: int, boundary: Boundary, fences: Sequence[tuple[int, int]]
+) -> int:
+    """Return the place of the coarsest kind within `[low, high]`, of these the one nearest to `wanted`."""
+    kinds = list(_PLACES)
+    for kind in kinds[kinds.index(boundary) :]:
+        places = [p for p in _places(text, kind, low, high) if not any(a < p < b for a, b in fences)]
+        if places:
+            return min(places, key=lambda place: abs(place - wanted))
+    place = _unjoined(text, wanted)
+    return place if place >= low else wanted
+
+
+def _places(text: str, kind: str, low: int, high: int) -> Iterator[int]:
+    # from the line before `low` on: a match that ends in the window begins before it
+    begin = max(0, text.rfind("\n", 0, max(0, low - 1)))
+    for match in _PLACES[kind].finditer(text, begin, min(len(text), high + 1)):
+        if low <= match.end() <= high:
+            yield match.end()
+
+
+def _unjoined(text: str, place: int) -> int:
+    """Move a place to the left until it is not inside of what is seen as one character."""
+    while 0 < place < len(text) and _joins(text[place - 1], text[place]):
+        place -= 1
+    return place
+
+
+def _joins(before: str, after: str) -> bool:
+    is_mark = (
+        unicodedata.category(after)[0] == "M" or after == "\u200d" or "\U0001f3fb" <= after <= "\U0001f3ff"
+    )
+    return is_mark or before == "\u200d" or (before, after) == ("\r", "\n")
