@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,9 @@ _PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
 _WHAT_IF_SECTIONS = ("cache", "engine")
 _NUM_CLASSES = 12
 _BAR_WIDTH = 40
-_SAMPLE = 6  # rows of a calibration
+# A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
+# of a longer one.
+_SAMPLE, _WHOLE_TOKENS, _BEGINNING_TOKENS = 24, 4000, 3000
 _MAX_FORECAST_ROWS = 2000  # more are forecast from these
 
 
@@ -206,13 +209,14 @@ def _kept(
 
 
 def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
-    """Return the prompts' lengths in classes of equal width."""
+    """Return the prompts' lengths in classes of equal, round width."""
     tokens = pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])[
         "prompt_tokens"
     ].drop_nulls()
     if not len(tokens):
         return []
-    width = max(1, -(-(tokens.max() + 1) // _NUM_CLASSES))
+    sizes = (step * 10**power for power in range(10) for step in (1, 2, 5))
+    width = next(size for size in sizes if tokens.max() < size * _NUM_CLASSES)
     counts = (tokens // width).value_counts().rows()
     by_class = dict(counts)
     return [(i * width, (i + 1) * width, by_class.get(i, 0)) for i in range(tokens.max() // width + 1)]
@@ -227,10 +231,17 @@ def _calibrate(runner: JobRunner) -> Speed | None:
     from kvbatch.quality import sample_requests
 
     runner.progress.start("calibrating")
-    requests = [
-        replace(request, request_id=number)
-        for number, (_, request) in enumerate(sample_requests(runner, _SAMPLE))
-    ]
+    found = sorted(
+        (request for _, request in sample_requests(runner, _SAMPLE)), key=lambda r: len(r.prompt_token_ids)
+    )
+    totals = accumulate(len(request.prompt_token_ids) for request in found)
+    whole = found[: max(1, sum(total <= _WHOLE_TOKENS for total in totals))]
+    beginning = replace(
+        found[-1],
+        prompt_token_ids=found[-1].prompt_token_ids[:_BEGINNING_TOKENS],
+        sampling=replace(found[-1].sampling, max_new_tokens=1),
+    )
+    requests = [replace(request, request_id=i) for i, request in enumerate([*whole, beginning])]
     layout = runner.budget.layout
     pages = sum(
         layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens) for r in requests
@@ -238,9 +249,9 @@ def _calibrate(runner: JobRunner) -> Speed | None:
     config = replace(runner.engine_config, pool_pages=pages)
     llm = LLM(runner.model.decoder, config, Detokenizer(runner.model.tokenizer))
     started_s = time.perf_counter()
-    results = list(llm.generate(requests))
+    results = {result.request_id: result for result in llm.generate(requests)}
     speed = keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
-    answers = [result.completion_tokens for result in results]
+    answers = [results[i].completion_tokens for i in range(len(whole))]
     write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
     return speed
 
@@ -336,7 +347,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "KV peak", f"{peak} of {budget}"
     estimate = view.estimate
     if estimate is None:
-        yield "time", "unknown: nothing ran so here yet; --calibrate measures it"
+        yield "time", "unknown; --calibrate measures it"
         return
     yield (
         "time",

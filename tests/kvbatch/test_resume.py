@@ -106,6 +106,7 @@ def test_killed_at_any_step_it_goes_on_and_writes_the_same_bytes(job_file, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fifty_kills(job_file, tmp_path):
     kill_until_done(job_file, tmp_path, 160, 50, range(1, 24))
 
