@@ -130,6 +130,9 @@ def draw_packing(bins: dict[str, Any]) -> str:
     return _svg("packing", "Share of the page pool that each bin fills", draw, height_in=1.9)
 
 
+_KEPT_AXES = (("x", "prompt_tokens"), ("y", "kv_kept_ratio"))
+
+
 def draw_kept(kept: dict[str, list]) -> str:
     """The share of the full cache's bytes that each row kept, against its length."""
 
@@ -145,7 +148,8 @@ def draw_kept(kept: dict[str, list]) -> str:
             mew=0,
             gid="rows",
         )
-        axes.set(xlabel="prompt tokens", ylabel="bytes kept / full", ylim=(0, None), xlim=(0, None))
+        room = {f"{axis}lim": (0, 1.08 * max(kept[name])) for axis, name in _KEPT_AXES}  # for the outermost rows
+        axes.set(xlabel="prompt tokens", ylabel="bytes kept / full", **room)
         _share_axis(axes)
         _count_axis(axes.xaxis)
 
