@@ -148,7 +148,9 @@ def draw_kept(kept: dict[str, list]) -> str:
             mew=0,
             gid="rows",
         )
-        room = {f"{axis}lim": (0, 1.08 * max(kept[name])) for axis, name in _KEPT_AXES}  # for the outermost rows
+        room = {
+            f"{axis}lim": (0, 1.08 * max(kept[name])) for axis, name in _KEPT_AXES
+        }  # for the outermost rows
         axes.set(xlabel="prompt tokens", ylabel="bytes kept / full", **room)
         _share_axis(axes)
         _count_axis(axes.xaxis)
