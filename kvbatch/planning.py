@@ -18,12 +18,14 @@ import polars as pl
 from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, JobFileError, OutputError
 from kvbatch.fingerprint import job_fingerprint
+from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
+from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import PLAN_NAME, RunDirectory, open_run
 from kvbatch.plan import Planner, PlanSummary, read_plan
 from kvbatch.progress import format_bytes
-from kvbatch.run import JobRunner, opened_job, plan_memory
+from kvbatch.run import opened_job
 from kvbatch.speed import Speed, keep_speed, known_speed
 from kvbatch.writer import write_json, write_text
 

@@ -21,7 +21,7 @@ from kvbatch.writer import write_table
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, Request
     from kvbatch.corpus import Document
-    from kvbatch.run import JobRunner
+    from kvbatch.job_runner import JobRunner
     from kvcache.config import KVCacheConfig
 
 SCHEMA = pa.schema(

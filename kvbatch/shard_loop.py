@@ -25,7 +25,7 @@ from kvbatch.wal import WriteAheadFile
 
 if TYPE_CHECKING:
     from engine import LLM
-    from kvbatch.run import JobRunner
+    from kvbatch.job_runner import JobRunner
 
 PROMPT_BATCH = 32  # prompts made ahead of the engine
 

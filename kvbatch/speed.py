@@ -14,7 +14,7 @@ from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
     from engine.forecast import SpeedFit
-    from kvbatch.run import JobRunner
+    from kvbatch.job_runner import JobRunner
 
 MIN_STEPS = 20  # fewer tell too little of five coefficients
 

@@ -9,7 +9,7 @@ from kvbatch.job import CacheSection, QualityGuardSection
 from kvbatch.quality import QualitySample, Verdict, judge
 
 if TYPE_CHECKING:
-    from kvbatch.run import JobRunner
+    from kvbatch.job_runner import JobRunner
 
 # What a job file may say of how much is kept; a candidate says it in their place, and the job's other keys stay.
 _KEPT_KEYS = ("preset", "compress_method", "keep_ratio", "quant_bits", "tiers")

@@ -55,7 +55,8 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
 
 def _input(job: Job) -> Iterator[Finding]:
     from kvbatch.corpus import Corpus
-    from kvbatch.run import check_prompt_columns, input_spec
+    from kvbatch.fitting import check_prompt_columns
+    from kvbatch.run import input_spec
 
     try:
         corpus = Corpus(input_spec(job))
@@ -103,9 +104,9 @@ def _rows(corpus) -> Iterator[Finding]:
 
 def _model(job: Job) -> Iterator[Finding]:
     from kvbatch.chat_prompt import prompt_builder
+    from kvbatch.fitting import check_room, plan_memory
     from kvbatch.model import open_model, resolve_device
     from kvbatch.model_source import ModelAbsent
-    from kvbatch.run import check_room, plan_memory
 
     try:
         model = open_model(job.model, job.engine, look_only=True)

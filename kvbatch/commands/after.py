@@ -1,0 +1,92 @@
+"""During a run and after it: `status`, `report`, `diff` and `export`."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from kvbatch.commands.common import guarded
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def status(run_path: Path, as_json: bool) -> int:
+    """Say what RUN is at: runs/<job> for the latest run, or runs/<job>/<run id>."""
+    from kvbatch.status import load_status, render_status
+
+    found = load_status(run_path)
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
+    return 0
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def report(run_path: Path, as_json: bool) -> int:
+    """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
+    if as_json:
+        from kvbatch.report import load_summary
+
+        click.echo(json.dumps(load_summary(run_path), ensure_ascii=False))
+    else:
+        from kvbatch.manifest import open_run
+        from kvbatch.page import write_page
+
+        try:
+            write_page(open_run(run_path))
+        finally:  # the summary can be told of a run whose directory cannot be written
+            click.echo(_rendered(run_path))
+    return 0
+
+
+@click.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
+    """Compare RUN_A and RUN_B row by row: memory, speed, answers, quality."""
+    from kvbatch.diff import compare, render_diff
+    from kvbatch.manifest import open_run
+
+    found = compare(open_run(run_a), open_run(run_b))
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_diff(found))
+    return 0
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "openai-batch", "csv"]),
+    default="jsonl",
+    show_default=True,
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="A file, which appears when it is whole."
+)
+@guarded
+def export(run_path: Path, format_: str, output: Path | None) -> int:
+    """Write the rows of RUN in another format, to stdout or a file."""
+    from kvbatch.export import export_rows
+    from kvbatch.manifest import open_run
+    from kvbatch.writer import atomic_file
+
+    run = open_run(run_path)
+    if output:
+        with atomic_file(output) as stream:
+            export_rows(run, format_, stream)
+    else:
+        export_rows(run, format_, sys.stdout.buffer)
+    return 0
+
+
+def _rendered(run_path: Path) -> str:
+    from kvbatch.report import load_summary, render
+
+    return render(load_summary(run_path))

@@ -1,0 +1,182 @@
+"""Before a run: `validate`, `plan`, `quality`, `tune`, `inspect` and `schema`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvbatch.commands.common import OVERRIDES, guarded
+from kvbatch.errors import JobFileError, LimitExceeded
+
+if TYPE_CHECKING:
+    from kvbatch.job import Job, QualityGuardSection
+
+_SAMPLE = click.option(
+    "--sample", type=click.IntRange(min=1), help="Rows to compare; as the job says, or 20."
+)
+
+
+def _limits(job: "Job", **given: Any) -> "QualityGuardSection":
+    """Return the job's quality guard, or the default one, with what the command line changes."""
+    from kvbatch.job import QualityGuardSection
+
+    guard = job.quality_guard or QualityGuardSection()
+    return guard.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option(
+    "--what-if", "what_if", multiple=True, metavar="KEY=VALUE", help="Compare: cache.keep_ratio=0.3."
+)
+@click.option("--calibrate", is_flag=True, help="Measure the speed on a few rows, with the weights.")
+@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="PRICE", help="Say what it costs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def plan(
+    job_file: Path,
+    overrides: tuple[str, ...],
+    what_if: tuple[str, ...],
+    calibrate: bool,
+    price_per_hour: float | None,
+    as_json: bool,
+) -> int:
+    """Say what the job of JOB_FILE will do, need and take; the next run uses this plan."""
+    from kvbatch.config import load_job
+    from kvbatch.planning import plan_job, render, to_json
+    from kvbatch.stop import stop_on_signals
+
+    job = load_job(job_file, overrides)
+    other = load_job(job_file, (*overrides, *what_if)) if what_if else None
+    with stop_on_signals() as stopper:
+        view = plan_job(job, what_if=what_if, other=other, calibrate=calibrate, stopper=stopper)
+    if as_json:
+        click.echo(json.dumps(to_json(view, price_per_hour), ensure_ascii=False))
+    else:
+        click.echo(render(view, price_per_hour))
+    return 0
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@OVERRIDES
+@_SAMPLE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sampled row.")
+@guarded
+def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_json: bool) -> int:
+    """Compare the cache of JOB_FILE with the full one, on a sample of its rows; exit 65 over a limit."""
+    from kvbatch.config import load_job
+    from kvbatch.quality import QualitySample, judge
+    from kvbatch.run import opened_job
+    from kvbatch.stop import stop_on_signals
+
+    job = load_job(job_file, overrides)
+    policy, limits = job.cache.policy, _limits(job, sample=sample)
+    if not policy.compresses:
+        raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
+    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
+        runner.progress.start("judging", limits.sample)
+        rows = QualitySample(runner, limits.sample, runner.progress.advance).compare({"job": policy})
+    verdict = judge(rows, limits)
+    if as_json:
+        click.echo(json.dumps(asdict(verdict) | {"rows": rows}, ensure_ascii=False))
+    else:
+        click.echo(f"quality      {verdict}")
+        for problem in verdict.problems:
+            click.echo(f"limit        {problem}")
+    return 0 if verdict.holds else LimitExceeded.exit_code
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@OVERRIDES
+@_SAMPLE
+@click.option("--max-nll-delta", type=float, metavar="NATS", help="Limit; as the job says, or 0.03.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def tune(
+    job_file: Path,
+    overrides: tuple[str, ...],
+    plot_file: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Find the cheapest cache that keeps the quality limits on a sample of the rows of JOB_FILE."""
+    from kvbatch import tune
+    from kvbatch.config import load_job
+    from kvbatch.run import opened_job
+    from kvbatch.stop import stop_on_signals
+
+    job = load_job(job_file, overrides)
+    limits = _limits(job, **given)
+    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
+        runner.progress.start("judging", limits.sample)
+        found = tune.tune(runner, limits)
+    if plot_file:
+        tune.plot(found, plot_file)
+    best = tune.cheapest(found)
+    if as_json:
+        candidates = [
+            {"name": c.name, "cache": dict(c.keys), "holds": c.verdict.holds, **asdict(c.verdict)}
+            for c in found
+        ]
+        click.echo(json.dumps({"best": best and best.name, "candidates": candidates}, ensure_ascii=False))
+    else:
+        click.echo(tune.render(found))
+    return 0 if best else LimitExceeded.exit_code
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--id", "id_column", metavar="COLUMN", help="Column of the row ids.")
+@click.option("--text", "text_column", metavar="COLUMN", help="Column of the texts, 'text' by default.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["auto", "jsonl", "parquet", "openai-batch"]),
+    default="auto",
+    show_default=True,
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, a summary last.")
+@guarded
+def inspect(
+    inputs: tuple[str, ...],
+    id_column: str | None,
+    text_column: str | None,
+    format_: Any,
+    as_json: bool,
+) -> int:
+    """Show what would be read from INPUT..., without loading a model."""
+    from kvbatch.corpus import InputSpec
+    from kvbatch.inspect import run_inspect
+
+    spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
+    return run_inspect(spec, as_json=as_json, out=sys.stdout, err=sys.stderr)
+
+
+@click.command()
+@click.option("--markdown", "as_markdown", is_flag=True, help="The table of all keys instead.")
+@guarded
+def schema(as_markdown: bool) -> int:
+    """Print the JSON schema of job files, for editors to complete and check them by."""
+    from kvbatch.schema import json_schema, markdown
+
+    click.echo(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def validate(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Check the job of JOB_FILE, its input, model and output; needs no GPU and no weights."""
+    from kvbatch.validate import run_validate
+
+    return run_validate(job_file, overrides, as_json=as_json, out=sys.stdout)

@@ -1,0 +1,172 @@
+"""`run`, `resume` and `retry`."""
+
+import importlib
+import operator
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvbatch.commands.common import guarded
+
+if TYPE_CHECKING:
+    from kvbatch.job import Job
+
+
+class _Parsed(click.ParamType):
+    """Read an option by a function of another module, which is imported only then."""
+
+    def __init__(self, module: str, function: str):
+        self.name, self._module, self._function = function, module, function
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType.convert`."""
+        if not isinstance(value, str):
+            return value
+        read = operator.attrgetter(self._function)(importlib.import_module(self._module))
+        try:
+            return read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `run` and `resume` share."""
+    options = (
+        click.option(
+            "-s",
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set a key: -s input.limit=5.",
+        ),
+        click.option(
+            "--if-locked",
+            type=_Parsed("kvbatch.lock", "IfLocked.parse"),
+            default="fail",
+            metavar="fail|skip|wait:SECONDS",
+            help="What to do while another process runs the job: exit 75 (fail), exit 0 (skip), wait.",
+        ),
+        click.option(
+            "--deadline",
+            type=_Parsed("kvbatch.stop", "seconds_until"),
+            metavar="HH:MM",
+            help="Stop at this time of the local clock, exit 75.",
+        ),
+        click.option(
+            "--max-runtime",
+            type=_Parsed("kvbatch.stop", "parse_duration"),
+            metavar="5h",
+            help="Stop after this time, exit 75.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _run(
+    load: "Callable[[], Job]",
+    nothing: str,
+    deadline: float | None = None,
+    max_runtime: float | None = None,
+    **how: Any,
+) -> int:
+    """Run a job; tell on stdout what came of it, for people and, in the last line, for machines.
+
+    Args:
+        nothing: what to say of a run that leaves nothing to do.
+    """
+    from kvbatch.ending import told
+    from kvbatch.run import run_job
+    from kvbatch.stop import stop_on_signals
+
+    limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
+    stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
+    with told(sys.stdout) as ending:
+        with stop_on_signals(stop_at=stop_at) as stopper:
+            ending.job = load()
+            outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
+        if not outcome.is_new:
+            ending.run = outcome.run
+            click.echo(nothing.format(run=outcome.run.path, output=f"{outcome.run.shards}/part-*.parquet"))
+    return 0
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.option("--new-run", is_flag=True, help="Begin anew, whatever there is.")
+@run_options
+@guarded
+def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
+    """Run the job of JOB_FILE, or go on with its latest run if that was stopped."""
+    from kvbatch.config import load_job
+
+    nothing = (
+        "Nothing new: job, model and input are those of the run in {run}.\n"
+        "Output: {output} (--new-run runs the job again)"
+    )
+    return _run(lambda: load_job(job_file, overrides), nothing, **options)
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@run_options
+@guarded
+def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
+    """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
+    from kvbatch.config import load_job
+    from kvbatch.manifest import open_run
+
+    found = open_run(run_path)
+    job_file = found.path / "job.resolved.yaml"
+    nothing = "Nothing to do: {run} is complete.\nOutput: {output}"
+    return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
+
+
+def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    known = ("error", "length", "repetition", "stop")
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return names
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--status",
+    "redo",
+    required=True,
+    metavar="LIST",
+    callback=_finish_reasons,
+    help="Rows to do again: error, length, repetition or stop, joined by commas.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="What their answers may have now.")
+@run_options
+@guarded
+def retry(
+    run_path: Path,
+    redo: tuple[str, ...],
+    max_new_tokens: int | None,
+    overrides: tuple[str, ...],
+    **options: Any,
+) -> int:
+    """Do some rows of RUN again, in a new run that carries the others over."""
+    from kvbatch.carry import Carry
+    from kvbatch.config import load_job
+    from kvbatch.manifest import open_run
+
+    found = open_run(run_path)
+    more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
+    nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}.\nOutput: {{output}}"
+    return _run(
+        lambda: load_job(found.path / "job.resolved.yaml", (*overrides, *more)),
+        nothing,
+        carry=Carry((str(found.path),), redo, same_input=True),
+        **options,
+    )
