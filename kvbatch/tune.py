@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.frontier import Point, draw_frontier
 from kvbatch.job import CacheSection, QualityGuardSection
 from kvbatch.quality import QualitySample, Verdict, judge
 
@@ -80,29 +81,13 @@ def render(candidates: Sequence[Candidate]) -> str:
 
 
 def plot(candidates: Sequence[Candidate], path: Path) -> None:
-    """Draw every candidate's bytes against its divergence, and the frontier of those that nothing beats in both."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    points = sorted(
-        (c.verdict.kv_kept_ratio, max(c.verdict.kl, 1e-6), c) for c in candidates if c.verdict.kl is not None
-    )
-    frontier = [p for i, p in enumerate(points) if all(p[1] < other[1] for other in points[:i])]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    axes.plot(*zip(*[p[:2] for p in frontier], strict=True), color="tab:blue", linewidth=1)
-    for ratio, divergence, candidate in points:
-        axes.plot(ratio, divergence, "o", color="tab:green" if candidate.verdict.holds else "tab:red")
-        axes.annotate(
-            candidate.name, (ratio, divergence), xytext=(4, 4), textcoords="offset points", fontsize=8
-        )
-    axes.set(yscale="log", xlabel="KV bytes / full cache", ylabel="KL to the full cache, nats a token")
-    axes.set_title("green keeps the limits", fontsize=9)
-    axes.grid(alpha=0.3, which="both")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    """Draw the bytes of every candidate that could be compared against its divergence."""
+    points = [
+        Point(c.name, c.verdict.kv_kept_ratio, c.verdict.kl, c.verdict.holds)
+        for c in candidates
+        if c.verdict.kl is not None
+    ]
+    draw_frontier(points, path, full="full cache")
 
 
 def _yaml(value: Any) -> str:

@@ -27,6 +27,7 @@ from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from engine.teacher_forcing import Reading, reading
+from kvbatch.frontier import Point, draw_frontier
 from kvbatch.prompt import REPEAT
 from kvcache.config import KVCacheConfig
 
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--no-known", action="store_true", help="skip the questions known beforehand")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="no table")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw bytes against divergence (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw bytes against divergence")
     args = parser.parse_args()
 
     from transformers import AutoTokenizer
@@ -212,29 +213,9 @@ def main() -> None:
                 )
             print(f"{name:24} all     ", line(summary[name]), file=sys.stderr)
     if args.plot:
-        plot(summary, args.plot)
+        points = [Point(name, figures["kv_ratio"], figures["kl"]) for name, figures in summary.items()]
+        draw_frontier(points, Path(args.plot), full="full cache in bfloat16")
     print(json.dumps(summary))
-
-
-def plot(summary: dict[str, dict[str, float]], path: str) -> None:
-    """Draw every policy's bytes against its divergence, and the frontier of those that nothing beats in both."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    points = sorted((figures["kv_ratio"], figures["kl"], name) for name, figures in summary.items())
-    frontier = [point for i, point in enumerate(points) if all(point[1] < other[1] for other in points[:i])]
-    figure, axes = pyplot.subplots(figsize=(9, 6))
-    axes.plot(*zip(*[point[:2] for point in frontier], strict=True), color="tab:blue", linewidth=1)
-    for ratio, divergence, name in points:
-        best = (ratio, divergence, name) in frontier
-        axes.plot(ratio, divergence, "o", color="tab:blue" if best else "tab:gray", markersize=5)
-        axes.annotate(name, (ratio, divergence), xytext=(4, 4), textcoords="offset points", fontsize=7)
-    axes.set(yscale="log", xlabel="KV bytes / full cache in bfloat16", ylabel="KL to the full cache, nats")
-    axes.grid(alpha=0.3, which="both")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def averages(rows: list[dict]) -> dict[str, float]:
