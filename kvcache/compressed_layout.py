@@ -112,7 +112,7 @@ class CompressedLayout:
         scale = self.chunk_scale(prompt_tokens)
         better_ratio = sum(tier.ratio for tier in config.resolved_tiers[:-1])
         last = len(self.tiers) - 1
-        whole_pages = self._whole_lane_pages(prompt_tokens) * self.num_lanes
+        whole_pages = self._whole_lane_pages(prompt_tokens, new_tokens) * self.num_lanes
         frames = 0
         for number, (tier, page_format) in enumerate(zip(config.resolved_tiers, self.tiers, strict=True)):
             kept = tier.ratio * (scale * (judged - tail) + (1 - scale) * shared_tokens)
@@ -189,12 +189,13 @@ class CompressedLayout:
         quantised = self.tiers[-1] != self.whole
         return quantised and self.config.drops and prompt_tokens >= LONG_PROMPT_TOKENS
 
-    def _whole_lane_pages(self, prompt_tokens: int) -> int:
+    def _whole_lane_pages(self, prompt_tokens: int, new_tokens: int) -> int:
         """Return the most pages of a lane that hold sinks, pending and recent tokens."""
         config = self.config
         num_tiers = sum(tier != self.whole for tier in self.tiers)
         sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
-        recent = -(-(config.recent_tokens + TIER_PAGE_TOKENS) // WHOLE_PAGE_TOKENS)
+        open_tokens = min(new_tokens, TIER_PAGE_TOKENS)  # of the answer, before they close a page
+        recent = -(-(config.recent_tokens + open_tokens) // WHOLE_PAGE_TOKENS)
         pending = TIER_PAGE_TOKENS // WHOLE_PAGE_TOKENS
         in_prefill, in_decode = sinks + num_tiers * pending, sinks + recent + num_tiers * pending
         tail = self.tail_tokens(prompt_tokens)  # it fills up all tiers but the last, if there is enough of it

@@ -110,6 +110,7 @@ def test_rounding_in_every_chunk_stays_within_the_reservation(budget):
 
 def test_only_what_keeps_everything_reserves_for_a_long_answer():
     layout = CompressedLayout(8, 4, 16, 4, 2, KVCacheConfig.preset("logs"))
-    assert layout.sequence_pages(8000, 0, 4000) == layout.sequence_pages(4000)
+    one_page = layout.sequence_pages(4064, 0, 64)
+    assert layout.sequence_pages(8000, 0, 4000) == one_page > layout.sequence_pages(4001, 0, 1)
     layout = CompressedLayout(8, 4, 16, 4, 2, KVCacheConfig.preset("default"))
     assert layout.sequence_pages(8000, 0, 4000) > 1.5 * layout.sequence_pages(4000)
