@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import BudgetError
 from engine.overlap import overlaps_compression
+from engine.scheduler import ALONE_DECODES
 from kvcache.layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def divide_budget(
         ValueError: The cache policy does not suit the model.
     """
     layout = cache_layout(model, config, element_bytes)
+    if config.cache.compresses and device != "cpu":
+        raise ValueError(f"a compressed cache runs on a CPU alone so far, not on {device}; use preset none")
     # Residual and its norm, q k v and the attention's output and its partner in a merge, gate, up and their product.
     token_elements = (
         3 * model.hidden_size
@@ -93,7 +96,8 @@ def divide_budget(
         1, min(config.max_sequences, step_tokens // 4 * 3, limit // (4 * model.vocab_size) or 1)
     )
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
-    workspace_bytes = workspace_tokens * token_bytes + max_sequences * 4 * model.vocab_size
+    num_logits = max(max_sequences, ALONE_DECODES) if config.deterministic else max_sequences
+    workspace_bytes = workspace_tokens * token_bytes + num_logits * 4 * model.vocab_size
     overlaps = overlaps_compression(config.cache, device)
     if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:
         raise BudgetError(

@@ -105,14 +105,16 @@ def forecast_s(
     *,
     shared_tokens: int = 0,
     chunk_tokens: int | None = None,
+    alone: bool = False,
 ) -> float:
     """Return the seconds of all steps that the rows need, in their order.
 
     Args:
         shared_tokens: of every prompt, those that are found computed.
+        alone: as `Scheduler` takes it.
         chunk_tokens: where a compressing cache lets a prompt advance at most so many at a time.
     """
-    scheduler = Scheduler(budget.step_tokens, budget.max_sequences)
+    scheduler = Scheduler(budget.step_tokens, budget.max_sequences, alone=alone)
     source = iter(rows)
     free_pages, seconds = budget.capacity_pages, 0.0
 

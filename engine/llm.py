@@ -76,7 +76,7 @@ class LLM:
         When the iterator is closed early, every page is given back.
 
         Args:
-            observe: told each row's id and the logits `[V]` by which its next token is chosen.
+            observe: told each row's id and the logits `[V]` by which its next token is chosen, before its constraint.
         """
         source = iter(requests)
         try:
@@ -246,10 +246,10 @@ class LLM:
         self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
         if not ready:
             return
-        logits = constrain(logits, [s.constraint for s in ready])
         if observe:
             for sequence, row in zip(ready, logits, strict=True):
                 observe(sequence.request.request_id, row)
+        logits = constrain(logits, [s.constraint for s in ready])
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
         now = time.perf_counter()
         for sequence, token in zip(ready, tokens, strict=True):

@@ -1,5 +1,6 @@
 """Two runs side by side, joined on row id: memory, speed, answers and quality."""
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.manifest import RunDirectory
@@ -60,7 +61,12 @@ def _rows(run: RunDirectory) -> "pl.DataFrame":
     import polars as pl
 
     run.read_manifest()
-    rows = read_rows(run, _COLUMNS)
+    rows = read_rows(run, (*_COLUMNS, "answers"))
+    answers = [
+        output if answers is None else json.dumps([answer["output"] for answer in answers])
+        for output, answers in zip(rows["output"], rows["answers"].to_list(), strict=True)
+    ]
+    rows = rows.drop("answers").with_columns(pl.Series("output", answers, pl.String))
     return rows.with_columns(pl.int_range(pl.len()).over("row_id").alias("repeat"))
 
 

@@ -35,9 +35,12 @@ class EarlierRows:
         places: list[int] = []
         for number, run in enumerate(carry.directories):
             num_rows = 0
-            for planned, made in finished_rows(run, ["kvb_finish_reason"]):
+            for planned, made in finished_rows(run, ["kvb_status", "kvb_finish_reason"]):
                 num_rows += 1
-                is_redone = made["kvb_finish_reason"] in carry.redo
+                is_redone = made["kvb_finish_reason"] in carry.redo or (
+                    made["kvb_status"] == "error"
+                    and "error" in carry.redo  # invalid_output ends by length or stop
+                )
                 # a rejected row is read and rejected again
                 if planned["status"] != "rejected" and (carry.same_input or not is_redone):
                     keys.append(_key(planned["row_id"], planned["content"]))

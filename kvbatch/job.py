@@ -373,6 +373,10 @@ class Job(Section):
                     "long_document.on_too_long: stream keeps the tokens that matter, which a cache policy must judge "
                     "chunk by chunk; set cache.preset, to default for one"
                 )
+            if self.quality_guard and self.quality_guard.action == "fallback_full":
+                raise ValueError(
+                    "quality_guard.action: fallback_full cannot stream, since the full cache does not; use warn or fail"
+                )
             if len(self.prompt.questions) > 1:
                 raise ValueError(
                     "long_document.on_too_long: a streamed document cannot be shared by several prompt.questions; "

@@ -237,11 +237,18 @@ class JobRunner:
             from kvbatch.quality import guard_run
 
             self.progress.start("judging", guard.sample)
-            verdict = guard_run(self, run)
+            try:
+                verdict = guard_run(self, run)
+            except InputError as error:  # nothing that could have lost anything
+                self.progress.note(f"warning: quality_guard: {error}")
+                return
             found = asdict(verdict)
             log.event("judged", **found)
             self.progress.note(f"quality: {verdict}")
-            write_json(run.manifest, run.read_manifest() | {"quality": found})
+            manifest = run.read_manifest() | {"quality": found}
+            if found["problems"] and guard.action == "fallback_full":
+                manifest.pop("plan", None)  # one made beforehand is of the compressed cache
+            write_json(run.manifest, manifest)
         self.manifest["quality"] = found
         if not found["problems"]:
             return
@@ -251,6 +258,10 @@ class JobRunner:
                 f"{problem}; choose a milder cache (kvbatch tune finds one), other limits, or action: warn"
             )
         if guard.action == "fallback_full":
+            if (
+                self.job.cache.policy.quantises
+            ):  # as the session left it that judged: its engine turned the heads
+                self.model.decoder.rotate_heads()
             problem += "; the job runs with the full cache"
             full = self.job.cache.model_validate({"preset": "none"})
             self.job = self.job.model_copy(update={"cache": full})

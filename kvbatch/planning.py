@@ -27,6 +27,7 @@ from kvbatch.plan import Planner, PlanSummary, read_plan
 from kvbatch.progress import format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import Speed, keep_speed, known_speed
+from kvbatch.template import parse_template
 from kvbatch.writer import write_json, write_text
 
 if TYPE_CHECKING:
@@ -145,6 +146,12 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
     """Return the prompt tokens of rows by content, from the last plan and run whose prompts are made alike."""
     if runner.job.input.format == "openai-batch":
         return {}  # a row says more than its content: how long its answer may be
+    if runner.job.prompt.clean or any(
+        piece.is_placeholder and piece.text == "id"
+        for text in (runner.job.prompt.template, runner.job.prompt.system or "")
+        for piece in parse_template(text)
+    ):
+        return {}  # neither the id nor what cleaning removed is in a row's content or count
     if runner.job.prompt.questions or runner.job.long_document.part_tokens:
         return {}  # a count does not tell how a prompt is divided
     wanted = _prompt_keys(runner.fingerprint.semantic)
@@ -207,7 +214,7 @@ def _kept(
     for shard in shards:
         yield shard
         if len(rows) < _MAX_FORECAST_ROWS:
-            rows += shard
+            rows += [row for row in shard if row["status"] == "ok"]
 
 
 def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
@@ -236,6 +243,8 @@ def _calibrate(runner: JobRunner) -> Speed | None:
     found = sorted(
         (request for _, request in sample_requests(runner, _SAMPLE)), key=lambda r: len(r.prompt_token_ids)
     )
+    if not found:  # all documents are split or streamed
+        return None
     totals = accumulate(len(request.prompt_token_ids) for request in found)
     whole = found[: max(1, sum(total <= _WHOLE_TOKENS for total in totals))]
     beginning = replace(
@@ -292,6 +301,7 @@ def _estimate(
         speed.coefficients,
         shared_tokens=len(runner.builder.prefix_ids),
         chunk_tokens=cache.chunk_size if cache.compresses and cache.streaming else None,
+        alone=runner.engine_config.deterministic,
     )
     scale = summary.prompt_tokens / sum(row["prompt_tokens"] for row in ordered)
     return Estimate(seconds * scale * speed.overhead, answer_tokens, basis)

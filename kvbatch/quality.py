@@ -121,7 +121,7 @@ class QualitySample:
         self._runner, self._on_row = runner, on_row
         self._requests = sample_requests(runner, size)
         if not self._requests:
-            raise InputError("no row of the corpus can run, so there is nothing to compare caches on")
+            raise InputError("no row of the corpus can run in the full cache: nothing to compare caches on")
         self._decoder = runner.model.decoder
 
     def __len__(self) -> int:
@@ -217,12 +217,15 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
 
 def _request(runner: "JobRunner", document: "Document") -> "Request | None":
     from engine import Request
+    from kvbatch.long_document import LongDocuments
     from kvbatch.shard_loop import sampling_params
 
     job: Job = runner.job
     room = runner.model.config.max_context - job.generation.max_new_tokens
-    prompt = runner.builder.build(document, room, job.long_document)
-    if not prompt.runs:
+    prompt = LongDocuments(runner.builder, job, room).build_batch([document])[
+        0
+    ]  # of a split document its first part
+    if not prompt.runs or prompt.outcome == "streamed":
         return None
     sampling = sampling_params(job, runner.model.tokenizer, str(document.row_id), prompt.sampling)
     first = prompt.requests[0]

@@ -114,7 +114,7 @@ class ShardLoop:
                 if request is not None:
                     break
                 yield None  # what was drained is to stay so
-        while self._works:
+        while self._works or self._to_retry:
             yield None  # the last ones end before it is known what arises from them
             yield from self._arisen()
 

@@ -103,6 +103,7 @@ def _rows(corpus) -> Iterator[Finding]:
 
 
 def _model(job: Job) -> Iterator[Finding]:
+    from kvbatch.answers import answer_form
     from kvbatch.chat_prompt import prompt_builder
     from kvbatch.fitting import check_room, plan_memory
     from kvbatch.model import open_model, resolve_device
@@ -122,6 +123,7 @@ def _model(job: Job) -> Iterator[Finding]:
     try:
         builder = prompt_builder(model.tokenizer, job)
         check_room(job, builder, model.config.max_context)
+        answer_form(job.generation, model)
         yield Finding("prompt", "ok", f"{builder.num_static_tokens:,} tokens beside the document")
     except KvbatchError as error:
         yield _error("prompt", error)

@@ -48,7 +48,9 @@ class WriteAheadFile:
         Raises:
             OutputError: It cannot be written; the rows before it stay readable.
         """
-        row = {name: row.get(name) for name in self._schema.names[2:]}
+        fields = pa.schema(list(self._schema)[2:])
+        # as it will be read, for the checksum is of that: a field that an answer leaves out comes back as null
+        [row] = pa.RecordBatch.from_pylist([dict(row)], fields).to_pylist()
         marked = row | {_PLACE: place, _CHECKSUM: _checksum(place, row)}
         data = pa.RecordBatch.from_pylist([marked], self._schema).serialize().to_pybytes()
         try:

@@ -80,18 +80,25 @@ class CompressedCache:
                 for page_format in layout.tiers
             ]
         else:
-            assert prefix.arena is not None, "only a cache in prefill can be a prefix"
-            self.store.share(prefix.store)
-            self.sinks, self.recent = (
-                part.clone_into(self.store, share=False) for part in (prefix.sinks, prefix.recent)
-            )
-            self.pending = [part.clone_into(self.store, share=False) for part in prefix.pending]
-            self.tiers = [
-                part.clone_into(self.store, share=part.format != layout.whole) for part in prefix.tiers
-            ]
-            self.arena.copy_from(prefix.arena)
-            self.num_tokens = prefix.num_tokens
-            self._leaving = prefix._leaving  # each puts the outcome into pages of its own when its time comes
+            try:
+                self._begin_with(prefix)
+            except BaseException:  # memory ran out, perhaps: what was taken goes back
+                self.free()
+                raise
+
+    def _begin_with(self, prefix: "CompressedCache") -> None:
+        """Share what never changes of another cache, and copy the rest."""
+        assert prefix.arena is not None, "only a cache in prefill can be a prefix"
+        whole = self.layout.whole
+        self.store.share(prefix.store)
+        self.sinks, self.recent = (
+            part.clone_into(self.store, share=False) for part in (prefix.sinks, prefix.recent)
+        )
+        self.pending = [part.clone_into(self.store, share=False) for part in prefix.pending]
+        self.tiers = [part.clone_into(self.store, share=part.format != whole) for part in prefix.tiers]
+        self.arena.copy_from(prefix.arena)
+        self.num_tokens = prefix.num_tokens
+        self._leaving = prefix._leaving  # each puts the outcome into pages of its own when its time comes
 
     @property
     def lists(self) -> list[PageList]:

@@ -1,6 +1,6 @@
 """Scored, tiered, quantised: sequences in a compressed cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class CompressedBackend:
         move_keys: Callable[[Tensor, Tensor], Tensor],
         repeat_token_ids: tuple[int, ...],
         lane_shares: LaneShares | None,
-        output_weights: list[Tensor],
+        output_weights: Iterable[Tensor],
         dtype: torch.dtype,
         whole_dtype: torch.dtype,
         device: torch.device,
@@ -167,7 +167,7 @@ class CompressedBackend:
         pages = self._pages(cache)
         return lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
 
-    def _weigh(self, output_weights: list[Tensor]) -> Tensor:
+    def _weigh(self, output_weights: Iterable[Tensor]) -> Tensor:
         """Return `compensation_weights` of every lane's values."""
         layout = self.layout
         moments = (output_moments(w, layout.num_kv_heads, layout.head_dim) for w in output_weights)
@@ -274,8 +274,9 @@ class CompressedBackend:
             for i in range(arena.length)
         ]
         if any(offsets):
-            keys = arena.keys[:, :, : arena.length]
-            keys.copy_(self._move_keys(keys, torch.tensor(offsets, device=keys.device)))
+            shift = torch.tensor(offsets, device=arena.keys.device)
+            for keys in arena.keys[:, :, : arena.length]:  # a layer at a time: in float32 they are large
+                keys.copy_(self._move_keys(keys, shift))
             sequence.position += moved
 
     def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:

@@ -5,7 +5,7 @@ does the attention of each layer. What comes between the matrix products is one 
 workspace, kept between calls: fresh memory costs page faults, which on a CPU are dearer than the arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -50,10 +50,10 @@ class Decoder:
         self._workspace: dict[str, Tensor | Int8Rows] = {}
 
     @property
-    def output_weights(self) -> list[Tensor]:
+    def output_weights(self) -> Iterator[Tensor]:
         """The attention's output projection of every layer, `[hidden, H D]`."""
         weights = (layer.output.weight for layer in self._weights.layers)
-        return [w.dequantised() if isinstance(w, Int8Weight) else w for w in weights]
+        return (w.dequantised() if isinstance(w, Int8Weight) else w for w in weights)
 
     def move_keys(self, keys: Tensor, offsets: Tensor) -> Tensor:
         """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""

@@ -110,7 +110,7 @@ def rotate(
     )
     if turn is not None and not is_hadamard:
         qk = qkv[:, : num_q + num_k]
-        qk.copy_(qk @ turn.to(qk.dtype))
+        qk.copy_(qk.float() @ turn)
 
 
 def int8_panel() -> int:

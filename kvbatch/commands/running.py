@@ -13,6 +13,7 @@ from kvbatch.commands.common import guarded
 
 if TYPE_CHECKING:
     from kvbatch.job import Job
+    from kvbatch.manifest import RunDirectory
 
 
 class _Parsed(click.ParamType):
@@ -119,12 +120,24 @@ def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
 def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
     from kvbatch.config import load_job
-    from kvbatch.manifest import open_run
 
-    found = open_run(run_path)
+    found = _opened(run_path)
     job_file = found.path / "job.resolved.yaml"
     nothing = "Nothing to do: {run} is complete.\nOutput: {output}"
     return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
+
+
+def _opened(run_path: Path) -> "RunDirectory":
+    """Return the run that a path names; if there is none, tell that on stdout too, as every end is told."""
+    from kvbatch.ending import told
+    from kvbatch.errors import KvbatchError
+    from kvbatch.manifest import open_run
+
+    try:
+        return open_run(run_path)
+    except KvbatchError as error:
+        with told(sys.stdout):
+            raise error
 
 
 def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
@@ -159,9 +172,8 @@ def retry(
     """Do some rows of RUN again, in a new run that carries the others over."""
     from kvbatch.carry import Carry
     from kvbatch.config import load_job
-    from kvbatch.manifest import open_run
 
-    found = open_run(run_path)
+    found = _opened(run_path)
     more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
     nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}.\nOutput: {{output}}"
     return _run(

@@ -11,6 +11,7 @@ import torch
 from engine import EngineConfig, Request
 from engine.budget import divide_budget
 from engine.models import load_model
+from engine.overlap import overlaps_compression
 from kvcache.background import BackgroundCompressor
 from kvcache.compressed_cache import CompressedCache
 from kvcache.compression import Compressor
@@ -152,5 +153,5 @@ def test_it_is_on_where_asked_for_and_on_a_gpu_and_takes_a_chunk_more_of_arena(m
     assert on.arena_tokens == off.arena_tokens + 64
     assert on.capacity_pages < off.capacity_pages
     assert not budget(None).overlaps_compression
-    assert divide_budget(model.config, config(None), 4, "cuda:0").overlaps_compression
+    assert overlaps_compression(config(None).cache, "cuda:0")
     assert not budget(True, streaming=False).overlaps_compression

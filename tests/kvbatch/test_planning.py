@@ -76,6 +76,17 @@ def test_known_tokens_are_not_counted_again_and_a_changed_input_is(job_file, tok
     assert tokenised == [1] and again["prompt_tokens"] > first["prompt_tokens"]
 
 
+def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
+    records = [{"id": "x" * n, "text": "the same"} for n in (1, 40)]
+    template = {"template": "Document {id}: {text}"}
+    call("plan", str(job_file(records, prompt=template)))
+    path = str(job_file([*records, {"id": "y" * 20, "text": "the same"}], prompt=template))
+    found = json.loads(call("plan", path, "--json"))
+    tokens = pl.read_parquet(found["plan"])["prompt_tokens"].to_list()
+    assert tokens[0] < tokens[2] < tokens[1]
+    call("run", path)
+
+
 def test_what_if_is_what_a_plan_of_it_says(job_file, no_weights):
     path = str(job_file(documents(30)))
     keys = ["engine.memory_budget=1MiB", "engine.max_sequences=2"]

@@ -83,6 +83,8 @@ def test_the_guard_warns_fails_or_falls_back_and_is_asked_once_a_run(job_file):
     with pytest.raises(LimitExceeded, match=r"NLL grows by .* more than 0.0001.*kvbatch tune"):
         run(path, "quality_guard.action=fail")
 
+    answered = CliRunner().invoke(cli, ["plan", str(path), "-s", "quality_guard.action=fallback_full"])
+    assert answered.exit_code == 0, answered.output  # the plan that lies there is of the compressed cache
     fallen = run(path, "quality_guard.action=fallback_full")
     rows = pl.read_parquet(fallen.shards / "*.parquet")
     full = pl.read_parquet(
@@ -121,3 +123,16 @@ def test_commands(job_file, tmp_path):
     assert all(f">{name}<" in plot.read_text() or name in plot.read_text() for name in CANDIDATES)
     none = CliRunner().invoke(cli, ["tune", path, "--sample", "1", "--max-nll-delta", "-100"])
     assert none.exit_code == 65 and "no candidate keeps the limits" in none.stdout
+
+
+def test_answers_of_a_given_form_are_compared_by_what_the_caches_expect(job_file):
+    found = run(
+        job_file(
+            documents(2),
+            cache={"preset": "default"},
+            generation={"choices": ["yes", "no"]},
+            quality_guard={"sample": 2},
+        )
+    )
+    quality = pl.read_parquet(found.quality)
+    assert quality["kl"].is_finite().all() and quality["kl"].max() < 1 and quality["error"].null_count() == 2

@@ -111,6 +111,16 @@ def test_fifty_kills(job_file, tmp_path):
     kill_until_done(job_file, tmp_path, 160, 50, range(1, 24))
 
 
+def test_a_row_of_several_answers_is_read_back(tmp_path):
+    row = {"kvb_status": "ok", "kvb_answers": [{"question": "Who?", "output": "She."}]}
+    file = WriteAheadFile(tmp_path / "rows.arrow", OUTPUT_FIELDS)
+    for place in range(3):
+        file.append(place, row)
+    file.close()
+    rows = read_rows(tmp_path / "rows.arrow", OUTPUT_FIELDS, cut=True)
+    assert list(rows) == [0, 1, 2] and rows[2]["kvb_answers"][0]["output"] == "She."
+
+
 def test_only_rows_in_flight_are_run_again(job_file):
     path = job_file(RECORDS, output={"shard_rows": 4})
     found = stop_after(path, 7)

@@ -57,6 +57,13 @@ def test_a_failed_row_is_tried_again(job_file):
     assert "fox" not in found.log.read_text()
 
 
+def test_a_row_that_fails_last_and_again_is_not_lost(job_file):
+    engine = Backwards(fail={1}, num_held=1)
+    found = run(job_file(RECORDS[:3], limits={"row_retries": 2}), make_llm=lambda *_: engine).run
+    assert output(found)["kvb_status"].to_list() == ["ok", "error", "ok"]
+    assert output(found)["kvb_attempts"].to_list() == [1, 3, 1]
+
+
 def test_original_input_of_failed_rows(job_file):
     lines = [
         '{"id": "cut',
