@@ -120,7 +120,7 @@ def test_commands(job_file, tmp_path):
     assert {c["name"] for c in found["candidates"]} == set(CANDIDATES)
     ratios = [c["kv_kept_ratio"] for c in found["candidates"]]
     assert ratios == sorted(ratios, reverse=True) and found["best"] == found["candidates"][-1]["name"]
-    assert all(f">{name}<" in plot.read_text() or name in plot.read_text() for name in CANDIDATES)
+    assert found["best"] in plot.read_text()  # the cheapest is always on the frontier, which has its names
     none = CliRunner().invoke(cli, ["tune", path, "--sample", "1", "--max-nll-delta", "-100"])
     assert none.exit_code == 65 and "no candidate keeps the limits" in none.stdout
 
