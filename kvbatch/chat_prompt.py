@@ -10,7 +10,7 @@ from typing import Any
 from kvbatch.corpus.openai_batch import parse_body
 from kvbatch.errors import JobFileError
 from kvbatch.job import GenerationSection, Job, LongDocumentSection
-from kvbatch.prompt import MARK, REPEAT, Prompt, PromptBuilder, PromptDocument
+from kvbatch.prompt import MARK, Prompt, PromptBuilder, PromptDocument
 from kvbatch.tokens import PieceTokenizer
 
 
@@ -44,17 +44,9 @@ class ChatPromptBuilder:
         self._max_new_tokens = generation.max_new_tokens
         self._frames: dict[tuple[str, ...], list[list[int] | int] | str] = {}
 
-    @property
-    def repeat_ids(self) -> list[int]:
-        """See `PromptBuilder.repeat_ids`."""
-        return self._tokens.markup(REPEAT)
-
-    @property
-    def calibration_ids(self) -> list[int]:
-        """See `PromptBuilder.calibration_ids`."""
-        from engine.calibration import calibration_text
-
-        return self._tokens.markup(calibration_text())
+    def markup(self, text: str) -> list[int]:
+        """See `PromptBuilder.markup`."""
+        return self._tokens.markup(text)
 
     def build(self, document: PromptDocument, max_prompt_tokens: int, policy: LongDocumentSection) -> Prompt:
         """Build the prompt of one row; see `build_batch`."""

@@ -54,8 +54,10 @@ def plan_memory(
     """
     from engine import EngineConfig
     from engine.budget import divide_budget
+    from engine.calibration import calibration_text
     from engine.errors import BudgetError
     from engine.memory import resolve_budget
+    from kvbatch.prompt import REPEAT
 
     try:
         config = EngineConfig(
@@ -64,8 +66,8 @@ def plan_memory(
             step_tokens=job.engine.step_tokens,
             max_sequences=job.engine.max_sequences,
             cache=job.cache.policy,
-            repeat_token_ids=tuple(builder.repeat_ids),
-            calibration_token_ids=tuple(builder.calibration_ids),
+            repeat_token_ids=tuple(builder.markup(REPEAT)),
+            calibration_token_ids=tuple(builder.markup(calibration_text())),
             deterministic=job.engine.deterministic,
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)

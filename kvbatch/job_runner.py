@@ -6,7 +6,6 @@ Owns no lock and no choice of the run: `kvbatch.run` does.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.carry import Carry, carried_by_default, check_model
@@ -16,10 +15,10 @@ from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
 from kvbatch.job import Job
 from kvbatch.limits import over_limits
 from kvbatch.manifest import (
-    PLAN_NAME,
     RunDirectory,
     describe_run,
     input_changes,
+    plan_directory,
 )
 from kvbatch.progress import Progress, format_bytes
 from kvbatch.runlog import RunLog
@@ -168,7 +167,7 @@ class JobRunner:
 
     def find_plan(self) -> RunDirectory | None:
         """Return what `kvbatch plan` left for this very job and input, if there is such a plan."""
-        planned = RunDirectory(Path(self.job.output_dir) / PLAN_NAME)
+        planned = plan_directory(self.job)
         if Carry(**self.manifest["carry"]).runs or not planned.manifest.exists():
             return None  # of the rows that are carried over, a plan knows nothing
         found = planned.read_manifest()
@@ -258,9 +257,8 @@ class JobRunner:
                 f"{problem}; choose a milder cache (kvbatch tune finds one), other limits, or action: warn"
             )
         if guard.action == "fallback_full":
-            if (
-                self.job.cache.policy.quantises
-            ):  # as the session left it that judged: its engine turned the heads
+            # as the session left it that judged: its engine turned the heads
+            if self.job.cache.policy.quantises:
                 self.model.decoder.rotate_heads()
             problem += "; the job runs with the full cache"
             full = self.job.cache.model_validate({"preset": "none"})

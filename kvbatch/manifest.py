@@ -159,6 +159,11 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
     return run
 
 
+def plan_directory(job: Job) -> RunDirectory:
+    """Return where the plan of a job lies that has no run yet."""
+    return RunDirectory(Path(job.output_dir) / PLAN_NAME)
+
+
 def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     """Make a plan that was made before its run the plan of that run.
 

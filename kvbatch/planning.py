@@ -22,11 +22,11 @@ from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
-from kvbatch.manifest import PLAN_NAME, RunDirectory, open_run
+from kvbatch.manifest import RunDirectory, open_run, plan_directory
 from kvbatch.plan import Planner, PlanSummary, read_plan
 from kvbatch.progress import format_bytes
 from kvbatch.run import opened_job
-from kvbatch.speed import Speed, keep_speed, known_speed
+from kvbatch.speed import keep_speed, known_speed
 from kvbatch.template import parse_template
 from kvbatch.writer import write_json, write_text
 
@@ -102,7 +102,7 @@ def plan_job(
         job_lock(Path(job.output_dir), IfLocked()),
         opened_job(job, stopper=stopper) as runner,
     ):
-        run = RunDirectory(Path(job.output_dir) / PLAN_NAME)
+        run = plan_directory(job)
         found = runner.find_plan()
         if found:
             runner.divide_budget(found)
@@ -127,7 +127,6 @@ def plan_job(
 
 def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
     """Plan anew; raises as `JobRunner.make_plan`."""
-    runner.choose_rows(None, new_run=True)
     runner.divide_budget(None)
     known = _known_tokens(runner, run)
     try:
@@ -231,7 +230,7 @@ def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
     return [(i * width, (i + 1) * width, by_class.get(i, 0)) for i in range(tokens.max() // width + 1)]
 
 
-def _calibrate(runner: JobRunner) -> Speed | None:
+def _calibrate(runner: JobRunner) -> None:
     """Run a few of the job's own rows, together, and keep how fast they went and how long their answers were."""
     import time
 
@@ -243,8 +242,8 @@ def _calibrate(runner: JobRunner) -> Speed | None:
     found = sorted(
         (request for _, request in sample_requests(runner, _SAMPLE)), key=lambda r: len(r.prompt_token_ids)
     )
-    if not found:  # all documents are split or streamed
-        return None
+    if not found:  # all documents are streamed
+        return
     totals = accumulate(len(request.prompt_token_ids) for request in found)
     whole = found[: max(1, sum(total <= _WHOLE_TOKENS for total in totals))]
     beginning = replace(
@@ -261,14 +260,13 @@ def _calibrate(runner: JobRunner) -> Speed | None:
     llm = LLM(runner.model.decoder, config, Detokenizer(runner.model.tokenizer))
     started_s = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}
-    speed = keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
+    keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
     answers = [results[i].completion_tokens for i in range(len(whole))]
     write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
-    return speed
 
 
 def _answers_file(runner: JobRunner) -> Path:
-    return Path(runner.job.output_dir) / PLAN_NAME / "calibration.json"
+    return plan_directory(runner.job).path / "calibration.json"
 
 
 def _estimate(
@@ -286,9 +284,7 @@ def _estimate(
         for _ in _kept(read_plan(run.path), rows):
             pass
     layout, cache = runner.budget.layout, runner.engine_config.cache
-    ordered = sorted(
-        (row for row in rows if row["status"] == "ok"), key=lambda row: (row["shard"], row["order"])
-    )[:_MAX_FORECAST_ROWS]
+    ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:_MAX_FORECAST_ROWS]
     planned = [
         PlannedRow(row["prompt_tokens"], round(answer_tokens), row["predicted_kv_bytes"] // layout.page_bytes)
         for row in ordered

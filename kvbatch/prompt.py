@@ -157,17 +157,9 @@ class PromptBuilder:
         tail = self._rest[-1] if self._rest and isinstance(self._rest[-1], list) else []
         return (self._question_before + tail)[-MAX_PROBE_TOKENS:]
 
-    @property
-    def repeat_ids(self) -> list[int]:
-        """What asks the model to repeat the text before it."""
-        return self._tokens.markup(REPEAT)
-
-    @property
-    def calibration_ids(self) -> list[int]:
-        """What the engine calibrates the model on."""
-        from engine.calibration import calibration_text
-
-        return self._tokens.markup(calibration_text())
+    def markup(self, text: str) -> list[int]:
+        """Return the token ids of a text of our own, its control tokens parsed."""
+        return self._tokens.markup(text)
 
     def with_template(self, template: str, *, questions: bool = True) -> "PromptBuilder":
         """Return a builder for another template, whose texts are clean.

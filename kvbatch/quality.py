@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from kvbatch.errors import InputError, JobFileError
-from kvbatch.job import Job, QualityGuardSection
+from kvbatch.job import QualityGuardSection
 from kvbatch.manifest import RunDirectory
 from kvbatch.writer import write_table
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine import LLM, EngineConfig, Request
     from kvbatch.corpus import Document
     from kvbatch.job_runner import JobRunner
+    from kvbatch.long_document import LongDocuments
     from kvcache.config import KVCacheConfig
 
 SCHEMA = pa.schema(
@@ -199,7 +200,12 @@ def _compare_row(
 
 def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"]]:
     """Return ids and requests of rows that run: those whose ids have the smallest hash, whatever their order."""
+    from kvbatch.long_document import LongDocuments
+
     job, kept = runner.job, []
+    prompts = LongDocuments(
+        runner.builder, job, runner.model.config.max_context - job.generation.max_new_tokens
+    )
     for number, document in enumerate(runner.corpus.documents()):
         if document.status != "ok":
             continue
@@ -207,7 +213,7 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
         rank = -int.from_bytes(key[:8], "big")  # the heap's smallest goes first
         if len(kept) == size and rank <= kept[0][0]:
             continue
-        request = _request(runner, document)
+        request = _request(runner, prompts, document)
         if request:
             heapq.heappush(kept, (rank, -number, str(document.row_id), request))
             if len(kept) > size:
@@ -215,19 +221,16 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
     return [(row_id, request) for _, _, row_id, request in sorted(kept, reverse=True)]
 
 
-def _request(runner: "JobRunner", document: "Document") -> "Request | None":
+def _request(runner: "JobRunner", prompts: "LongDocuments", document: "Document") -> "Request | None":
+    """Return a row's request, of a document that is split the first part's; None if the full cache cannot hold it."""
     from engine import Request
-    from kvbatch.long_document import LongDocuments
     from kvbatch.shard_loop import sampling_params
 
-    job: Job = runner.job
-    room = runner.model.config.max_context - job.generation.max_new_tokens
-    prompt = LongDocuments(runner.builder, job, room).build_batch([document])[
-        0
-    ]  # of a split document its first part
+    [prompt] = prompts.build_batch([document])
     if not prompt.runs or prompt.outcome == "streamed":
         return None
-    sampling = sampling_params(job, runner.model.tokenizer, str(document.row_id), prompt.sampling)
+    row_id = str(document.row_id)
+    sampling = sampling_params(runner.job, runner.model.tokenizer, row_id, prompt.sampling)
     first = prompt.requests[0]
     constraint = runner.answers and runner.answers.constraint
     return Request(0, first.token_ids, sampling, first.prefix_tokens, tuple(first.probe_ids), constraint)

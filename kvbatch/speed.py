@@ -28,17 +28,16 @@ class Speed:
     num_steps: int
 
 
-def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float) -> Speed | None:
+def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float) -> None:
     """Keep what a run's steps tell of the speed, unless there were too few of them.
 
     A cache that cannot be written costs an estimate, nothing else.
     """
     if fit.num_steps < MIN_STEPS:
-        return None
+        return
     speed = Speed(fit.coefficients(), max(1.0, running_s / fit.steps_s), fit.num_steps)
     with contextlib.suppress(OutputError):
         write_json(_path(runner), asdict(speed))
-    return speed
 
 
 def known_speed(runner: "JobRunner") -> Speed | None:

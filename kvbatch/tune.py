@@ -76,7 +76,7 @@ def render(candidates: Sequence[Candidate]) -> str:
         lines.append("no candidate keeps the limits: run with the full cache, or give more room")
     else:
         lines += ["the cheapest that keeps the limits:", "", "cache:"]
-        lines += [f"  {key}: {_yaml(value)}" for key, value in best.keys.items()]
+        lines += [f"  {key}: {value}" for key, value in best.keys.items()]
     return "\n".join(lines)
 
 
@@ -88,7 +88,3 @@ def plot(candidates: Sequence[Candidate], path: Path) -> None:
         if c.verdict.kl is not None
     ]
     draw_frontier(points, path, full="full cache")
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import guarded
+from kvbatch.commands.common import OVERRIDES, guarded
 
 if TYPE_CHECKING:
     from kvbatch.job import Job
@@ -36,14 +36,7 @@ class _Parsed(click.ParamType):
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add what `run` and `resume` share."""
     options = (
-        click.option(
-            "-s",
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Set a key: -s input.limit=5.",
-        ),
+        OVERRIDES,
         click.option(
             "--if-locked",
             type=_Parsed("kvbatch.lock", "IfLocked.parse"),
