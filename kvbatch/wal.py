@@ -126,7 +126,9 @@ def _whole_rows(data: bytes, schema: pa.Schema) -> tuple[dict[int, dict[str, Any
     rows: dict[int, dict[str, Any]] = {}
     good_bytes = 0
     source = pa.BufferReader(data)
-    with suppress(pa.ArrowException, OSError, StopIteration):  # Arrow raises any of its errors at a torn message
+    with suppress(
+        pa.ArrowException, OSError, StopIteration
+    ):  # Arrow raises any of its errors at a torn message
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:  # torn, or of another version: nothing of it can be used
             return {}, 0

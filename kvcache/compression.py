@@ -17,6 +17,7 @@ from kvcache.compressors.lane_shares import LaneShares
 from kvcache.kernels.registry import cpu_kernels
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
+from kvcache.page_rows import PageRows
 
 Rows = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys [N, D], values [N, D]
 
@@ -97,8 +98,8 @@ class Compressor:
             if page_format == layout.whole:
                 shares.append(_whole_share(lanes, keys[lanes, tokens], values[lanes, tokens]))
             else:
-                new = (lanes, tokens, keys, values)
-                shares.append(self._fill_pages(page_format, held.read_rows(), new, key_weights))
+                new = (lanes, tokens)
+                shares.append(self._fill_pages(page_format, held.read_rows(), new, keys, values, key_weights))
         if fill_pages:  # of lanes with less than a page some are left
             last = shares[-1]
             shares[-1] = TierShare(
@@ -118,58 +119,54 @@ class Compressor:
             return _whole_share(
                 lanes.repeat_interleave(keys.shape[1]), keys.flatten(0, 1), values.flatten(0, 1)
             )
-        none = keys[:0, 0]
-        return TierShare(lanes, self._quantise(page_format, lanes, keys, values, None), lanes[:0], none, none)
+        rows = PageRows.of_pages(keys, values)
+        pages = self._quantise(page_format, lanes, rows, None)
+        return TierShare(lanes, pages, lanes[:0], rows.held_keys, rows.held_values)
 
     def _fill_pages(
         self,
         page_format: PageFormat,
         held: Rows,
-        new: tuple[Tensor, Tensor, Tensor, Tensor],  # lanes [N], tokens [N], keys and values [lanes, C, D]
+        new: tuple[Tensor, Tensor],  # lanes [N] ascending, tokens [N]
+        keys: Tensor,  # [lanes, C, D]
+        values: Tensor,  # [lanes, C, D]
         key_weights: Tensor | None,
     ) -> TierShare:
-        """Join new tokens to those held in their lanes, and quantise as many whole pages as there are in each lane."""
-        held_lanes, *held_rows = held
-        new_lanes, tokens, *chunk = new
-        lanes = torch.cat([held_lanes, new_lanes])
-        order = lanes.argsort(stable=True)
-        lanes = lanes[order]
-        size = page_format.page_tokens
-        lengths = torch.bincount(lanes, minlength=self.layout.num_lanes)
-        rank = torch.arange(len(lanes)) - (lengths.cumsum(0) - lengths)[lanes]
-        full = rank < (lengths // size * size)[lanes]
+        """Join a chunk's tokens to those held in their lanes, and quantise as many whole pages as there are in each."""
+        (held_lanes, held_keys, held_values), (new_lanes, tokens) = held, new
+        size, num_lanes = page_format.page_tokens, self.layout.num_lanes
+        num_held, num_new = (torch.bincount(x, minlength=num_lanes) for x in (held_lanes, new_lanes))
+        lengths = num_held + num_new
+        starts = lengths.cumsum(0) - lengths  # of the lanes
+        # Both are sorted, so each token's place among all follows from how many there are of which lane.
+        order = torch.empty(len(held_lanes) + len(new_lanes), dtype=torch.int64)
+        first_held = num_held.cumsum(0) - num_held
+        first_new = num_new.cumsum(0) - num_new
+        order[(starts - first_held)[held_lanes] + torch.arange(len(held_lanes))] = ~torch.arange(
+            len(held_lanes)
+        )
+        place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes))
+        order[place] = new_lanes * keys.shape[1] + tokens
 
-        def rows(wanted: Tensor) -> list[Tensor]:
-            """Return keys and values of some of the joined tokens: each is copied once, most are a chunk's."""
-            is_new = wanted >= len(held_lanes)
-            old, added = wanted[~is_new], wanted[is_new] - len(held_lanes)
-            where = (new_lanes[added], tokens[added])
-            out = []
-            for before, x in zip(held_rows, chunk, strict=True):
-                joined = x.new_empty(len(wanted), x.shape[2])
-                joined[is_new], joined[~is_new] = x[where], before[old].to(x.dtype)
-                out.append(joined)
-            return out
-
+        lanes = torch.arange(num_lanes).repeat_interleave(lengths)
+        full = torch.arange(len(lanes)) - starts[lanes] < (lengths // size * size)[lanes]
+        rows = PageRows(keys, values, held_keys, held_values, order[full].view(-1, size))
         page_lanes = lanes[full][::size].contiguous()
-        paged = (x.unflatten(0, (-1, size)) for x in rows(order[full]))
-        pages = self._quantise(page_format, page_lanes, *paged, key_weights)
-        return TierShare(page_lanes, pages, lanes[~full], *rows(order[~full]))
+        pages = self._quantise(page_format, page_lanes, rows, key_weights)
+        return TierShare(page_lanes, pages, lanes[~full], *rows.gather(order[~full]))
 
     def _quantise(
         self,
         page_format: PageFormat,
         lanes: Tensor,  # [P]
-        keys: Tensor,  # [P, T, D]
-        values: Tensor,  # [P, T, D]
+        rows: PageRows,
         key_weights: Tensor | None,
     ) -> Tensor:  # uint8 [P, page_bytes]
         compensation = (
             None if self.value_weights is None else Compensation(key_weights, self.value_weights, lanes)
         )
-        return cpu_kernels(self.layout.head_dim).quantise(
-            keys.float(), values.float(), page_format, compensation, num_threads=torch.get_num_threads()
-        )
+        kernels = cpu_kernels(self.layout.head_dim)
+        return kernels.quantise(rows, page_format, compensation, num_threads=torch.get_num_threads())
 
 
 def _whole_share(lanes: Tensor, keys: Tensor, values: Tensor) -> TierShare:

@@ -24,6 +24,7 @@ from kvcache.kernels import torch_twin
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
 from kvcache.page_format import PageFormat
+from kvcache.page_rows import PageRows
 from kvcache.quant import quantise_pages
 
 PAGE_TOKENS = 64
@@ -119,12 +120,13 @@ class Bench:
 
     def quantise(self, name: str) -> Row:
         kind = self.formats[name]
-        rows = torch.randn(2, self.lanes * self.tokens // PAGE_TOKENS, PAGE_TOKENS, self.dim)
+        numbers = torch.randn(2, self.lanes * self.tokens // PAGE_TOKENS, PAGE_TOKENS, self.dim)
+        rows = PageRows.of_pages(*numbers)
         return self._traffic(
             f"quantise, {name}",
-            rows.nbytes,
-            lambda: ops.quantise(*rows, kind, num_threads=self.threads),
-            lambda: torch_twin.quantise(*rows, kind),
+            numbers.nbytes,
+            lambda: ops.quantise(rows, kind, num_threads=self.threads),
+            lambda: torch_twin.quantise(rows, kind),
         )
 
     def unpack(self, name: str) -> Row:

@@ -11,19 +11,20 @@ from torch import Tensor
 from kvcache.compensation import Compensation
 from kvcache.kernels.page_table import PageTable
 from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.page_rows import PageRows
 from kvcache.quant import dequantise_pages, quantise_pages
 
 
 def quantise(
-    keys: Tensor,  # [P, T, D] float32
-    values: Tensor,  # [P, T, D] float32
+    rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
     num_threads: int = 1,
 ) -> Tensor:  # [P, page_bytes] uint8
     """Pack full pages: see `kvcache.quant.quantise_pages`."""
-    return quantise_pages(keys, values, page_format, compensation)
+    keys, values = rows.gather()
+    return quantise_pages(keys.float(), values.float(), page_format, compensation)
 
 
 def dequantise(

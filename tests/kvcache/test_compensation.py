@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from kvcache.compensation import Compensation, compensation_weights, output_mome
 from kvcache.kernels import torch_twin
 from kvcache.kernels.cpu import build, ops
 from kvcache.page_format import PageFormat
+from kvcache.page_rows import PageRows
 from kvcache.quant import dequantise_pages, quantise_pages
 
 BITS = [(8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2)]
@@ -98,6 +100,16 @@ def test_output_moments_weigh_a_values_error_as_the_output_shows_it():
         torch.testing.assert_close(error[head] @ moments[head] @ error[head], shown)
 
 
+def scatter(keys: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> PageRows:
+    """Return the same pages' tokens in any order: half of them held, half in a chunk of two lanes that lie apart."""
+    shape = keys.shape[:2]
+    order = torch.randperm(shape.numel(), generator=generator)
+    keys, values = (x.flatten(0, 1)[order].unflatten(0, (2, 2, -1)) for x in (keys, values))
+    chunk = [F.pad(x[1], (0, 0, 0, 3))[:, : x.shape[2]] for x in (keys, values)]
+    index = torch.cat([~torch.arange(len(order) // 2), torch.arange(len(order) // 2)])[order.argsort()]
+    return PageRows(*chunk, *(x[0].flatten(0, 1).bfloat16() for x in (keys, values)), index.view(shape))
+
+
 @needs_compiler
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -122,9 +134,12 @@ def test_the_kernel_packs_what_the_twin_packs(data):
         weights[0] = None
     lanes = torch.randint(0, num_lanes, (num_pages,), generator=generator)
     compensation = Compensation(*weights, lanes) if data.draw(st.booleans(), "compensated") else None
-    expected = torch_twin.quantise(keys, values, page_format, compensation)
-    pages = ops.quantise(keys, values, page_format, compensation)
+    rows = PageRows.of_pages(keys, values)
+    if data.draw(st.booleans(), "scattered"):
+        rows = scatter(keys, values, generator)
+    expected = torch_twin.quantise(rows, page_format, compensation)
+    pages = ops.quantise(rows, page_format, compensation)
     assert pages.shape == expected.shape and not pages[:, page_format.used_bytes :].any()
     # where two codes are equally near, another order of summation chooses the other, and the token goes on from there
     assert float((pages != expected).float().mean()) < 0.002 if num_pages else True
-    assert torch.equal(pages, ops.quantise(keys, values, page_format, compensation, num_threads=3))
+    assert torch.equal(pages, ops.quantise(rows, page_format, compensation, num_threads=3))

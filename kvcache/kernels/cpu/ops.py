@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from kvcache.compensation import Compensation
+from kvcache.kernels import torch_twin
 from kvcache.kernels.cpu.build import library
 from kvcache.kernels.page_table import PageTable
 from kvcache.page_format import PageFormat
-from kvcache.quant import quantise_pages
+from kvcache.page_rows import PageRows
 
 
 def quantise(
-    keys: Tensor,  # [P, T, D] float32
-    values: Tensor,  # [P, T, D] float32
+    rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
@@ -28,10 +28,20 @@ def quantise(
 ) -> Tensor:  # [P, page_bytes] uint8
     """See `torch_twin.quantise`; whole pages and those with row factors, which no preset has, are left to torch."""
     if page_format.whole or page_format.two_axis:
-        return quantise_pages(keys, values, page_format, compensation)
-    num_pages, size, dim = keys.shape
-    assert keys.shape == values.shape and (size, dim) == (page_format.page_tokens, page_format.head_dim)
-    assert dim % 16 == 0
+        return torch_twin.quantise(rows, page_format, compensation)
+    (num_pages, size), (num_lanes, num_tokens, dim) = rows.index.shape, rows.keys.shape
+    assert (size, dim) == (page_format.page_tokens, page_format.head_dim) and dim % 16 == 0
+    _check(rows.index, (torch.int64,))
+    if num_pages:
+        assert (
+            -len(rows.held_keys) <= int(rows.index.min()) and int(rows.index.max()) < num_lanes * num_tokens
+        )
+    for keys, values in ((rows.keys, rows.values), (rows.held_keys, rows.held_values)):
+        assert keys.shape == values.shape and keys.stride() == values.stride() and keys.shape[-1] == dim
+        assert keys.dtype == values.dtype and keys.dtype in (torch.float32, torch.bfloat16)
+        assert keys.device.type == values.device.type == "cpu"
+    assert num_pages == 0 or rows.keys.stride()[1:] == (dim, 1)
+    _check(rows.held_keys, (rows.held_keys.dtype,))
     key_weights = value_weights = lanes = None
     if compensation is not None:
         key_weights, value_weights = compensation.key_weights, compensation.value_weights
@@ -39,8 +49,6 @@ def quantise(
         _check(lanes, (torch.int64,))
         assert lanes.shape == (num_pages,)
         last = int(lanes.max()) if num_pages else -1
-    for tensor in (keys, values):
-        _check(tensor, (torch.float32,))
     for table in (key_weights, value_weights):
         if table is not None:
             _check(table, (torch.float32,))
@@ -50,7 +58,13 @@ def quantise(
         _formats((page_format,)),
         dim,
         ctypes.c_int64(num_pages),
-        *map(_pointer, (keys, values, key_weights, value_weights, lanes, pages)),
+        *map(_pointer, (rows.index, rows.keys, rows.values)),
+        rows.keys.itemsize,
+        ctypes.c_int64(num_tokens),
+        ctypes.c_int64(rows.keys.stride(0)),
+        *map(_pointer, (rows.held_keys, rows.held_values)),
+        rows.held_keys.itemsize,
+        *map(_pointer, (key_weights, value_weights, lanes, pages)),
         ctypes.c_int64(page_format.used_bytes),
         ctypes.c_int64(page_format.page_bytes),
         num_threads,

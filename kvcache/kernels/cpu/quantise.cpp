@@ -8,7 +8,8 @@ namespace {
 struct Work {
   const Format& format;
   int dim;
-  const float *keys, *values;                // [P, T, D]
+  Source keys, values;
+  const int64_t* index;                      // [P, T] rows of the sources
   const float *key_weights, *value_weights;  // [lanes, D, D] or null
   const int64_t* lanes;                      // [P]
   uint8_t* pages;
@@ -22,11 +23,11 @@ struct Work {
 
   void operator()(Quantise& quantise, int64_t i) const {
     const Format& f = format;
-    const int64_t start = i * f.page_tokens * dim;
+    const int64_t* rows = index + i * f.page_tokens;
     uint8_t* page = pages + i * page_bytes;
-    quantise.run(keys + start, weights(key_weights, i), f.key_bits, true, page + f.key_codes, page + f.key_scales,
+    quantise.run(keys, rows, weights(key_weights, i), f.key_bits, true, page + f.key_codes, page + f.key_scales,
                  page + f.key_minima);
-    quantise.run(values + start, weights(value_weights, i), f.value_bits, false, page + f.value_codes,
+    quantise.run(values, rows, weights(value_weights, i), f.value_bits, false, page + f.value_codes,
                  page + f.value_scales, page + f.value_minima);
     memset(page + used_bytes, 0, page_bytes - used_bytes);
   }
@@ -34,9 +35,15 @@ struct Work {
 
 }  // namespace
 
-extern "C" void kvb_quantise(const Format* format, int dim, int64_t num_pages, const float* keys, const float* values,
+extern "C" void kvb_quantise(const Format* format, int dim, int64_t num_pages, const int64_t* index,
+                             const void* chunk_keys, const void* chunk_values, int chunk_bytes, int64_t lane_tokens,
+                             int64_t lane_stride, const void* held_keys, const void* held_values, int held_bytes,
                              const float* key_weights, const float* value_weights, const int64_t* lanes,
                              uint8_t* pages, int64_t used_bytes, int64_t page_bytes, int threads) {
-  Work work = {*format, dim, keys, values, key_weights, value_weights, lanes, pages, used_bytes, page_bytes};
+  const auto source = [&](const void* chunk, const void* held) -> Source {
+    return {chunk, held, chunk_bytes, held_bytes, lane_tokens, lane_stride, dim};
+  };
+  Work work = {*format, dim, source(chunk_keys, held_keys), source(chunk_values, held_values), index, key_weights,
+               value_weights, lanes, pages, used_bytes, page_bytes};
   parallel(num_pages, threads, work);
 }

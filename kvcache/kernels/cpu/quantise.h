@@ -25,6 +25,23 @@ static inline f32x8 half_above(f32x8 x) {
   return nearest < x ? through_half(raised) : nearest;
 }
 
+// Where a page's rows come from, of 4 or 2 bytes a number (floats, bfloat16): kvcache/page_rows.py.
+struct Source {
+  const void *chunk, *held;
+  int chunk_bytes, held_bytes;
+  int64_t lane_tokens, lane_stride;  // of the chunk; the stride in numbers
+  int dim;
+
+  // Row n as floats, where it lies or in `room`.
+  const float* row(int64_t n, float* room) const {
+    const int64_t at = n < 0 ? ~n * dim : n / lane_tokens * lane_stride + n % lane_tokens * dim;
+    const void* base = n < 0 ? held : chunk;
+    if ((n < 0 ? held_bytes : chunk_bytes) == 4) return (const float*)base + at;
+    for (int d = 0; d < dim; d += 8) store(room + d, (f32x8)(widen((const uint16_t*)base + at + d) << 16));
+    return room;
+  }
+};
+
 // Minimum, scale and its inverse of every group; groups are padded to eight.
 struct Groups {
   std::vector<float> low, high, minimum, scale, inverse;
@@ -58,13 +75,15 @@ struct Groups {
 
 class Quantise {
  public:
-  Quantise(int dim, int tokens) : dim_(dim), tokens_(tokens), tile_(dim * tokens), codes_(dim * tokens) {}
+  Quantise(int dim, int tokens) : dim_(dim), tokens_(tokens), tile_(dim * tokens), row_(dim), codes_(dim * tokens) {}
 
   // `per_channel`: one scale for each of D columns, otherwise one for each of T tokens. `weights` [D][D] may be null.
-  void run(const float* rows, const float* weights, int bits, bool per_channel, uint8_t* codes, uint8_t* scales,
-           uint8_t* minima) {
-    for (int t = 0; t < tokens_; t++)
-      for (int d = 0; d < dim_; d++) tile_[d * tokens_ + t] = rows[(int64_t)t * dim_ + d];
+  void run(const Source& source, const int64_t* rows, const float* weights, int bits, bool per_channel, uint8_t* codes,
+           uint8_t* scales, uint8_t* minima) {
+    for (int t = 0; t < tokens_; t++) {
+      const float* row = source.row(rows[t], row_.data());
+      for (int d = 0; d < dim_; d++) tile_[d * tokens_ + t] = row[d];
+    }
     const int count = per_channel ? dim_ : tokens_;
     groups_.resize(count);
     per_channel ? channel_ranges() : token_ranges();
@@ -152,7 +171,7 @@ class Quantise {
   }
 
   const int dim_, tokens_;
-  std::vector<float> tile_;
+  std::vector<float> tile_, row_;
   std::vector<uint8_t> codes_;
   Groups groups_;
 };
