@@ -120,7 +120,7 @@ def divide_budget(
 
 
 def _cuts_no_chunks(config: EngineConfig) -> bool:
-    """Whether the scorer sees attention itself, so that a chunk must be computed in one step."""
+    """Whether the scorer looks at a chunk's queries together, so that it must be computed in one step."""
     if not config.cache.judges:
         return False
     from kvcache.compressors.registry import get_scorer

@@ -9,6 +9,10 @@ from torch import Tensor
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
 
+# One of so many queries is looked at for the moments: fewer are as good a guess, and cost a quarter
+# (benchmarks/compression.md).
+OBSERVED_EVERY = 4
+
 
 class ArenaPool(BlockAllocator):
     """Hold `num_leases` arenas of `num_tokens` tokens each."""
@@ -43,7 +47,8 @@ class Arena:
 
     Attributes:
         keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
-        moments: sum of q qᵀ over the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if nothing compensates.
+        moments: sum of q qᵀ over every fourth of the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if
+            nothing compensates.
         length: tokens held.
     """
 
@@ -71,7 +76,8 @@ class Arena:
     def observe(self, layer: int, queries: Tensor) -> None:
         """Add one layer's new queries `[C, H, D]` to the moments."""
         if self.moments.numel():
-            rows = queries.float().unflatten(1, (self.moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+            seen = queries[-self.length % OBSERVED_EVERY :: OBSERVED_EVERY]  # whatever steps a chunk comes in
+            rows = seen.float().unflatten(1, (self.moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
             self.moments[layer].baddbmm_(rows.mT, rows)
             self._key_weights = None
 

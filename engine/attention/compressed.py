@@ -1,7 +1,7 @@
 """Attention of one sequence's new tokens over its compressed cache.
 
-Kernels read pages in place, and yield the largest attention each key of the arena receives. Scorers that look at more
-than that need the attention probabilities themselves: for them the arena is attended explicitly, in torch.
+Kernels read pages in place, and yield the largest attention each key of the arena receives. Scorers that look at other
+attention than that need the probabilities themselves: for them the arena is attended explicitly, in torch.
 """
 
 from collections.abc import Callable
@@ -122,14 +122,20 @@ def _attend_scored(
     scorer: Scorer | None,
 ) -> Tensor:  # [C, H, D]
     """Attend causally to explicit keys and to all pages, and let the scorer see it."""
-    if scorer is not None and scorer.distance is None:
+    if scorer is not None and scorer.distance is None and scorer.needs_weights:
         out, queries, weights = _attend(q, keys, values, pages.lanes())
         scorer.update(scores, Observation(layer, queries, keys, values, weights))
         return out
     out, largest = pages.attend(q, keys, values, scorer.distance if scorer else None)
     if largest is not None:
         scores.copy_(torch.maximum(scores, largest))
+    elif scorer is not None:
+        scorer.update(scores, Observation(layer, _by_lane(q, len(keys)), keys, values, None))
     return out
+
+
+def _by_lane(q: Tensor, num_lanes: int) -> Tensor:  # [C, H, D] -> [KVH, G, C, D]
+    return q.unflatten(1, (num_lanes, -1)).permute(1, 2, 0, 3)
 
 
 def _attend(
@@ -144,7 +150,7 @@ def _attend(
         output `[C, H, D]`, queries `[KVH, G, C, D]` and attention probabilities `[KVH, G, C, N]`, float32.
     """
     num_new, num_heads, dim = q.shape
-    queries = q.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [KVH, G, C, D]
+    queries = _by_lane(q, len(keys))
     folded = queries.flatten(1, 2)
     weights = torch.bmm(folded, keys.transpose(1, 2)).float().mul_(dim**-0.5).unflatten(1, queries.shape[1:3])
     ahead = torch.ones(num_new, num_new, dtype=torch.bool, device=q.device).triu_(1)

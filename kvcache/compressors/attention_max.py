@@ -13,6 +13,7 @@ class AttentionMax:
     """Score by the largest attention ever received."""
 
     needs_question = False
+    needs_weights = True
     reconstructs = False
 
     def __init__(self, distance: int = 64):

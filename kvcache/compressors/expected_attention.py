@@ -15,6 +15,7 @@ class ExpectedAttention:
     """Score by the attention that future queries are expected to give."""
 
     needs_question = False
+    needs_weights = False
     reconstructs = False
     distance = None
 

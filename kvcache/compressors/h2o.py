@@ -9,6 +9,7 @@ class H2O:
     """Score by accumulated attention."""
 
     needs_question = False
+    needs_weights = True
     reconstructs = False
     distance = None
 

@@ -10,6 +10,7 @@ class KeyDiff:
     """Score by how far a key's direction is from the mean direction."""
 
     needs_question = False
+    needs_weights = False
     reconstructs = False
     distance = None
 

@@ -19,6 +19,7 @@ class Mix:
     """Score by attention_max joined with a recent window."""
 
     needs_question = False
+    needs_weights = True
     reconstructs = False
     distance = None
 

@@ -10,6 +10,7 @@ class Random:
     """Score by chance."""
 
     needs_question = False
+    needs_weights = False
     reconstructs = False
     distance = None
 

@@ -16,6 +16,7 @@ class SnapKV:
     """Score by what the last queries attend to."""
 
     needs_question = False
+    needs_weights = True
     reconstructs = False
     distance = None
 

@@ -13,6 +13,7 @@ class Streaming:
     """Score by position."""
 
     needs_question = False
+    needs_weights = False
     reconstructs = False
     distance = None
 

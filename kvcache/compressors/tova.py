@@ -9,6 +9,7 @@ class TOVA:
     """Score by the last query's attention, averaged over the query heads."""
 
     needs_question = False
+    needs_weights = True
     reconstructs = False
     distance = None
 
