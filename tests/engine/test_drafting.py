@@ -2,13 +2,16 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import LLM, EngineConfig, Request, SamplingParams
-from engine.drafting import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, TRIAL_STEPS, Gate, NGramIndex
+from engine.drafting import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter, Gate, Lookup
 from engine.models import load_model
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence
 from kvcache.config import KVCacheConfig, Tier
 from tests.engine.models.tiny_models import tiny_model
 from tests.engine.test_llm import as_text, prompts, run
@@ -39,7 +42,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def always(monkeypatch):
     """Guess whatever it costs."""
-    monkeypatch.setattr(Gate, "is_open", True)
+    monkeypatch.setattr(Gate, "opens", lambda *_: True)
 
 
 def make_llm(model, cache: KVCacheConfig, **changes) -> LLM:
@@ -145,7 +148,7 @@ def test_only_the_last_rows_are_guessed(model, always):
 def test_a_guess_is_what_followed_the_longest_match_the_last_time():
     draw = random.Random(5)
     tokens = [draw.randrange(4) for _ in range(3)]
-    index = NGramIndex(tokens)
+    lookup = Lookup(tokens)
     for _ in range(300):
         expected = ()
         for size in (2, 3):  # the longer one is looked at last
@@ -153,29 +156,58 @@ def test_a_guess_is_what_followed_the_longest_match_the_last_time():
             if ends:
                 followed = tokens[ends[-1] :]
                 expected = tuple((followed * MAX_GUESSES)[:MAX_GUESSES])
-        assert index.guess(MAX_GUESSES) == expected
+        assert lookup.guess(MAX_GUESSES) == expected
         tokens += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
 
 
-def steps_with_guesses(gate: Gate, tokens: float, step_s: float, count: int) -> tuple[Gate, int]:
-    """Take steps: plain ones of a token and a second, and with guesses as said; return how many had guesses."""
-    num = 0
-    for _ in range(count):
-        guessed = gate.is_open
-        gate = gate.after(*((tokens, step_s) if guessed else (1, 1.0)), guessed=guessed)
-        num += guessed
-    return gate, num
+def test_guesses_are_watched_until_it_is_known_whether_they_come_true():
+    tokens = [1, 2]
+    lookup = Lookup(tokens)
+    assert lookup.settle() is None and not lookup.is_watching
+    for guesses, said, share in (((5, 6, 7, 8), (5, 6, 9), 0.5), ((5, 6), (5, 6), 1.0), ((5,), (4,), 0.0)):
+        lookup.watch(guesses)
+        for token in said:
+            assert lookup.settle() is None
+            tokens.append(token)
+        assert lookup.settle() == share and not lookup.is_watching
 
 
 def test_guesses_are_made_as_long_as_they_pay():
-    gate, num = steps_with_guesses(Gate(), 3, 2.0, 1000)
-    assert num > 0.95 * 1000
-    # the text no longer repeats itself: some more steps tell, then it is tried rarely
-    gate, num = steps_with_guesses(gate, 1, 2.0, 1000)
-    assert num < 20 + TRIAL_STEPS * (1000 // RETRY_STEPS + 1)
-    # it does again: the tries tell
-    gate, num = steps_with_guesses(gate, 4, 2.0, 1000)
-    assert num > 1000 - 3 * RETRY_STEPS
-    # steps with guesses become dear
-    gate, num = steps_with_guesses(gate, 4, 5.0, 1000)
-    assert num < 20 + TRIAL_STEPS * (1000 // RETRY_STEPS + 1)
+    """Two rows; a step takes a second, with guesses two. The figures that decide are given, no clock is asked."""
+    gate = Gate()
+    assert not gate.opens(2, 14), "first it is measured what a step takes"
+    gate = gate.after(1.0, guessed=False)
+    assert gate.opens(2, 0.1) and not gate.opens(2, 0), "what guesses cost is not known yet"
+    gate = gate.after(2.0, guessed=True)
+    assert gate.opens(2, 2.1) and not gate.opens(2, 1.9)
+    for _ in range(30):  # steps with guesses become dearer
+        gate = gate.after(3.0, guessed=True)
+    assert gate.opens(2, 4.1) and not gate.opens(2, 3.8)
+    for _ in range(RETRY_STEPS):
+        assert not gate.opens(2, 3.8)
+        gate = gate.after(1.0, guessed=False)
+    assert gate.opens(2, 0.1), "they are tried again"
+    gate = gate.after(1.5, guessed=True)
+    assert gate.opens(2, 1.1) and not gate.opens(2, 0.9), "and what they cost now counts"
+
+
+def plan_of(tokens: list[int]) -> StepPlan:
+    sequence = Sequence(
+        Request(0, tokens[:4], LONG), 0, token_ids=tokens, num_computed_tokens=len(tokens) - 1
+    )
+    sequence.cache = SimpleNamespace(open_tokens=100)
+    return StepPlan((sequence,), ())
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_text_that_does_not_repeat_itself_is_not_guessed(repeats):
+    """A step with guesses takes twice as long. Pairs of tokens come again in either text."""
+    draw, drafter, num_drafts = random.Random(1), Drafter(), 0
+    plan = plan_of([0, 1, 2, 3])
+    tokens = plan.decodes[0].token_ids
+    for step in range(180):
+        drafted = drafter.draft(plan)
+        num_drafts += len(drafted.drafts)
+        drafter.note(drafted, 0, 2.0 if drafted.drafts else 1.0)
+        tokens.append(step % 10 if repeats else draw.randrange(8))
+    assert num_drafts > 150 if repeats else num_drafts < 10
