@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
 from kvcache.background import BackgroundCompressor
-from kvcache.compressed_layout import TIER_PAGE_TOKENS
+from kvcache.compressed_layout import TIER_PAGE_TOKENS, WHOLE_PAGE_TOKENS
 from kvcache.compression import Compressor, TierShare
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
@@ -184,8 +184,11 @@ class CompressedCache:
 
     @property
     def open_tokens(self) -> int:
-        """The most tokens that a decode step may write to the open pages, before these are compressed."""
-        return self.layout.config.recent_tokens + TIER_PAGE_TOKENS - int(self.recent.lengths[0])
+        """The most tokens that a decode step may write: to one open page, so that none is held for what never counts.
+
+        Open pages are compressed when one is full, so no such token is.
+        """
+        return WHOLE_PAGE_TOKENS - int(self.recent.lengths[0]) % WHOLE_PAGE_TOKENS
 
     def open_slots(self, num_tokens: int) -> tuple[tuple[Tensor, Tensor], list[PageLists]]:
         """Make room for a step's tokens in the open pages. They count, one by one, when all layers have written them.
@@ -213,7 +216,7 @@ class CompressedCache:
         self.recent.lengths = self.recent.lengths + 1
         if self._seen:
             self._note_attention(self._seen.pop(0))
-        if self.open_tokens:
+        if int(self.recent.lengths[0]) < self.layout.config.recent_tokens + TIER_PAGE_TOKENS:
             return
         _, keys, values = self.recent.take_front(torch.full_like(self.recent.lengths, TIER_PAGE_TOKENS))
         shape = (self.layout.num_lanes, TIER_PAGE_TOKENS, -1)

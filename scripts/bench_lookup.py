@@ -23,7 +23,7 @@ def measure(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Return what the rows say, and the figures of their tail."""
     cache = KVCacheConfig.preset(preset)
-    llm = LLM(model, EngineConfig(2 << 30, cache=cache, prompt_lookup=lookup), str)
+    llm = LLM(model, EngineConfig(768 << 20, cache=cache, prompt_lookup=lookup), str)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     execute, num_steps, started_s, num_before = llm.runner.execute, 0, 0.0, 0
 
