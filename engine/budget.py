@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
+from engine.drafting import STEP_TOKENS
 from engine.errors import BudgetError
 from engine.overlap import overlaps_compression
 from engine.scheduler import ALONE_DECODES
@@ -96,7 +97,8 @@ def divide_budget(
         1, min(config.max_sequences, step_tokens // 4 * 3, limit // (4 * model.vocab_size) or 1)
     )
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
-    num_logits = max(max_sequences, ALONE_DECODES) if config.deterministic else max_sequences
+    filled_up = ALONE_DECODES if config.deterministic else STEP_TOKENS if config.prompt_lookup else 0
+    num_logits = max(max_sequences, filled_up)
     workspace_bytes = workspace_tokens * token_bytes + num_logits * 4 * model.vocab_size
     overlaps = overlaps_compression(config.cache, device)
     if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:

@@ -19,6 +19,7 @@ class EngineConfig:
         calibration_token_ids: what the model is calibrated on, for budget `calibrated` (`engine.calibration`); empty:
             random tokens.
         attention: name of the attention backend, or None for the device's own.
+        prompt_lookup: when few rows are left, guess what they copy (`engine.drafting`); not if deterministic.
         deterministic: what is generated for a row does not depend on the rows beside it, to the bit, on one machine
             with one number of threads (`engine.scheduler`). Decoding many rows at once takes longer.
 
@@ -34,6 +35,7 @@ class EngineConfig:
     repeat_token_ids: tuple[int, ...] = ()
     calibration_token_ids: tuple[int, ...] = ()
     attention: str | None = None
+    prompt_lookup: bool = True
     deterministic: bool = False
 
     def __post_init__(self) -> None:

@@ -27,9 +27,11 @@ def step_parts(plan: StepPlan, *, after: bool) -> tuple[float, ...]:
         before = chunk.sequence.num_computed_tokens - (chunk.num_tokens if after else 0)
         prefill += chunk.num_tokens
         keys += chunk.num_tokens * (before + chunk.num_tokens / 2)
-    for sequence in plan.decodes:
-        decode_keys += sequence.num_computed_tokens
-    return 1.0, prefill, keys / 1000, float(len(plan.decodes)), decode_keys / 1000
+    decodes = [(sequence, 1) for sequence in plan.decodes]
+    decodes += [(draft.sequence, draft.num_tokens) for draft in plan.drafts]
+    for sequence, count in decodes:
+        decode_keys += count * sequence.num_computed_tokens
+    return 1.0, prefill, keys / 1000, float(sum(count for _, count in decodes)), decode_keys / 1000
 
 
 @dataclass

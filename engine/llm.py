@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.constraint import constrain
+from engine.drafting import Drafter
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
@@ -58,6 +60,7 @@ class LLM:
                 "deterministic here; try another dtype"
             )
         self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
+        self.drafter = Drafter() if config.prompt_lookup and not config.deterministic else None
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
         self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
@@ -86,6 +89,8 @@ class LLM:
                 if not plan.num_tokens:
                     assert not self.scheduler.waiting, "a row waits though nothing runs"
                     return
+                if self.drafter and not self.scheduler.waiting:
+                    plan = self.drafter.draft(plan)
                 yield from self._step(plan, observe)
         finally:
             self.clear_cache()
@@ -121,6 +126,8 @@ class LLM:
             kv_used_bytes=self.cache.used_bytes,
             kv_mean_bytes=self.monitor.mean_used_bytes,
             kv_peak_bytes=self.cache.peak_bytes,
+            drafted_tokens=self.drafter.drafted_tokens if self.drafter else 0,
+            accepted_tokens=self.drafter.accepted_tokens if self.drafter else 0,
         )
 
     @contextmanager
@@ -243,9 +250,31 @@ class LLM:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""
         started_s = time.perf_counter()
         ready, logits = self.runner.execute(plan)
-        self.monitor.note_step(plan, len(self.scheduler.running), time.perf_counter() - started_s)
-        if not ready:
-            return
+        step_s = time.perf_counter() - started_s
+        self.monitor.note_step(plan, len(self.scheduler.running), step_s)
+        guesses = {draft.sequence: draft.guesses for draft in plan.drafts}
+        firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
+        rows = dict(zip(ready, firsts, strict=False))
+        num_accepted = 0
+        while ready:
+            yield from self._choose(ready, logits[[rows[s] for s in ready]] if guesses else logits, observe)
+            # Whose token was guessed right chooses the next one from the same step.
+            ready = [s for s in ready if not s.finish_reason and guesses.get(s, ())[:1] == (s.token_ids[-1],)]
+            for sequence in ready:
+                self.runner.count_guess(sequence)
+                guesses[sequence] = guesses[sequence][1:]
+                rows[sequence] += 1
+            num_accepted += len(ready)
+        if self.drafter:
+            self.drafter.note(plan, num_accepted, step_s)
+
+    def _choose(
+        self,
+        ready: list[Sequence],
+        logits: Tensor,  # [N, V]
+        observe: Callable[[int, Tensor], None] | None,
+    ) -> Iterator[Result]:
+        """Append the token that each row chooses, and yield the rows that end with it."""
         if observe:
             for sequence, row in zip(ready, logits, strict=True):
                 observe(sequence.request.request_id, row)

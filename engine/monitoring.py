@@ -19,7 +19,7 @@ class StepSample:
         step: its number, from 1.
         elapsed_s: seconds from the making of the engine to the end of the step.
         step_s: seconds the step took.
-        num_tokens: computed and cached.
+        num_tokens: computed, guesses that did not come true included.
         num_prefills: rows in prefill, those that had to sit out the step included.
         num_decodes: rows in decode.
         num_arenas: arenas held, shared prefixes' included; 0 where nothing is compressed.
@@ -84,7 +84,7 @@ class Monitor:
         Args:
             num_rows: that were running, whether the step computed a token of theirs or not.
         """
-        cache = self._cache
+        cache, num_decodes = self._cache, len(plan.decodes) + len(plan.drafts)
         used, peak = cache.used_bytes, cache.peak_bytes
         if peak > self._peak_bytes:  # while rows were admitted, perhaps, and a prefix was dropped after it
             used = self._peak_bytes = peak
@@ -96,8 +96,8 @@ class Monitor:
             elapsed_s=time.perf_counter() - self._started_s,
             step_s=step_s,
             num_tokens=plan.num_tokens,
-            num_prefills=num_rows - len(plan.decodes),
-            num_decodes=len(plan.decodes),
+            num_prefills=num_rows - num_decodes,
+            num_decodes=num_decodes,
             num_arenas=cache.num_arenas,
             kv_used_bytes=used,
             kv_reserved_bytes=(cache.num_blocks - cache.num_available) * self._block_bytes,

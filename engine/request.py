@@ -139,7 +139,8 @@ class EngineStats:
     """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again.
 
     `kv_allocated_bytes` is all that was allocated, arenas included, `kv_pool_bytes` the pages of it; the others are
-    bytes of these pages in use: now, on average over the time of the steps, and at most.
+    bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens were guessed
+    (`engine.drafting`), accepted ones guessed right.
     """
 
     num_rows: int
@@ -152,3 +153,5 @@ class EngineStats:
     kv_used_bytes: int
     kv_mean_bytes: float
     kv_peak_bytes: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

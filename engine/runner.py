@@ -24,27 +24,27 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[list[Sequence], Tensor]:
-        """Compute a step's tokens, cache their KV and count them.
+        """Compute a step's tokens, cache their KV and count them; guesses are not counted (`count_guess`).
 
         Returns:
-            The sequences that now choose a token, and their logits, float32 `[N, V]`.
+            The sequences that now choose a token, in the plan's order, and their logits, float32 `[N, V]`; those of
+            each guess follow those of the token before it.
         """
-        spans = [Chunk(s, 1) for s in plan.decodes] + list(plan.chunks)
+        spans = [Chunk(s, 1) for s in plan.decodes] + list(plan.drafts + plan.chunks)
         tokens: list[int] = []
         positions: list[int] = []
-        last_rows = []
-        for sequence, count in ((span.sequence, span.num_tokens) for span in spans):
-            start = sequence.num_computed_tokens
-            tokens += sequence.token_ids[start : start + count]
-            last_rows.append(len(tokens) - 1)
+        rows: list[int] = []
+        # Asked before anything is counted: those that choose a token after this step, all decodes among them.
+        choices = [span.num_choices for span in spans]
+        for span, num_choices in zip(spans, choices, strict=True):
+            sequence = span.sequence
+            tokens += span.token_ids
+            rows += range(len(tokens) - num_choices, len(tokens))
             if sequence.in_prefill:  # the question's tokens, as if they came next
-                tokens += self.cache.probe_tokens(sequence, count)
+                tokens += self.cache.probe_tokens(sequence, span.num_tokens)
             positions += range(sequence.position, sequence.position + len(tokens) - len(positions))
         device = self.model.device
-        # Asked before anything is counted: those that choose a token after this step, all decodes among them.
-        ends = [span.reaches_end for span in spans]
-        rows = [row for row, end in zip(last_rows, ends, strict=True) if end]
-        attend, num_filled = self.cache.attend(plan), 0
+        attend, num_filled, num_rows = self.cache.attend(plan), 0, len(rows)
         if plan.decodes and self._num_decodes:
             num_filled = self._num_decodes - len(tokens)
             attend = _filled(attend, len(tokens))
@@ -55,12 +55,21 @@ class Runner:
             attend,
             torch.tensor(rows, dtype=torch.int64, device=device),
         )
-        for span, end in zip(spans, ends, strict=True):
-            sequence, was_prefill = span.sequence, span.sequence.in_prefill
-            sequence.advance(span.num_tokens)
-            self.cache.advance(sequence, span.num_tokens, self._look_ahead, prompt_ends=was_prefill and end)
-        ready = [span.sequence for span, end in zip(spans, ends, strict=True) if end]
-        return ready, self.model.logits(hidden)[: len(ready)]
+        for span, num_choices in zip(spans, choices, strict=True):
+            is_chunk = span.sequence.in_prefill
+            num_certain = span.num_tokens if is_chunk else 1
+            self._count(span.sequence, num_certain, prompt_ends=is_chunk and num_choices > 0)
+        ready = [span.sequence for span, num_choices in zip(spans, choices, strict=True) if num_choices]
+        return ready, self.model.logits(hidden)[:num_rows]
+
+    @torch.inference_mode()
+    def count_guess(self, sequence: Sequence) -> None:
+        """Count a guess of the last step: the token that was chosen is the one guessed."""
+        self._count(sequence, 1, prompt_ends=False)
+
+    def _count(self, sequence: Sequence, num_tokens: int, *, prompt_ends: bool) -> None:
+        sequence.advance(num_tokens)
+        self.cache.advance(sequence, num_tokens, self._look_ahead, prompt_ends=prompt_ends)
 
     @torch.inference_mode()
     def treats_rows_alike(self) -> bool:

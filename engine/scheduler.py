@@ -26,21 +26,48 @@ class Chunk:
     num_tokens: int
 
     @property
-    def reaches_end(self) -> bool:
-        """Whether the prompt ends with this chunk, so that a token is chosen after it."""
-        return self.sequence.num_computed_tokens + self.num_tokens >= self.sequence.num_prompt_tokens
+    def token_ids(self) -> list[int]:
+        start = self.sequence.num_computed_tokens
+        return self.sequence.token_ids[start : start + self.num_tokens]
+
+    @property
+    def num_choices(self) -> int:
+        """After how many of its last tokens one is chosen: 1 where the prompt ends with this chunk."""
+        return int(self.sequence.num_computed_tokens + self.num_tokens >= self.sequence.num_prompt_tokens)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The next token of a sequence in decode, and what is guessed to follow it."""
+
+    sequence: Sequence
+    guesses: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 + len(self.guesses)
+
+    @property
+    def num_choices(self) -> int:
+        """After how many of its last tokens one is chosen: after each."""
+        return self.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.sequence.token_ids[-1], *self.guesses]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes."""
+    """What one step computes: one token of some rows in decode, several of others, and chunks of prompts."""
 
     decodes: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
+    drafts: tuple[Draft, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+        return len(self.decodes) + sum(span.num_tokens for span in self.drafts + self.chunks)
 
 
 def chunk_size(num_prompt_tokens: int) -> int:

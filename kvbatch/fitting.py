@@ -68,6 +68,7 @@ def plan_memory(
             cache=job.cache.policy,
             repeat_token_ids=tuple(builder.markup(REPEAT)),
             calibration_token_ids=tuple(builder.markup(calibration_text())),
+            prompt_lookup=job.engine.prompt_lookup,
             deterministic=job.engine.deterministic,
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)

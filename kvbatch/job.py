@@ -270,6 +270,8 @@ class EngineSection(Section):
     """Rows running at once."""
     threads: Count | None = None
     """CPU threads; torch's own choice by default."""
+    prompt_lookup: bool = True
+    """When few rows are left, guess what they copy, as long as that pays; never with `deterministic`."""
     deterministic: bool = False
     """The same bytes whatever else runs, and however often the run was interrupted."""
 

@@ -165,6 +165,9 @@ def render(summary: dict[str, Any]) -> str:
             lines.append(
                 ("speed", f"{s['tokens_per_s']:,.1f} tokens/s, {generated}, on {s['device']} in {s['dtype']}")
             )
+        if s.get("drafted_tokens"):
+            text = f"{s['accepted_tokens']:,} of {s['drafted_tokens']:,} tokens that the last rows might copy"
+            lines.append(("guessed", text))
         parts = ", ".join(
             f"{name} {s[name + '_s']:.1f}" for name in ("opening", "planning", "loading", "running")
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.arena import Arena, ArenaPool
 from kvcache.background import BackgroundCompressor
-from kvcache.compressed_layout import TIER_PAGE_TOKENS
+from kvcache.compressed_layout import TIER_PAGE_TOKENS, WHOLE_PAGE_TOKENS
 from kvcache.compression import Compressor, TierShare
 from kvcache.frames import FramePool, PageStore
 from kvcache.kernels.page_table import PageLists
@@ -72,6 +72,7 @@ class CompressedCache:
         self._background = background
         self.whole_chunks = whole_chunks
         self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
+        self._seen: list[Tensor] = []  # what open tokens looked at, in order
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]
@@ -181,13 +182,40 @@ class CompressedCache:
             self._await_chunk()
             self._leave_arena(scale, prompt_tokens)
 
+    @property
+    def open_tokens(self) -> int:
+        """The most tokens that a decode step may write: to one open page, so that none is held for what never counts.
+
+        Open pages are compressed when one is full, so no such token is.
+        """
+        return WHOLE_PAGE_TOKENS - int(self.recent.lengths[0]) % WHOLE_PAGE_TOKENS
+
+    def open_slots(self, num_tokens: int) -> tuple[tuple[Tensor, Tensor], list[PageLists]]:
+        """Make room for a step's tokens in the open pages. They count, one by one, when all layers have written them.
+
+        Returns:
+            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, and for each token the lists
+            as it sees them, the token itself last.
+        """
+        self._seen.clear()
+        slots, recent = self.recent.open_slots(num_tokens), self.recent
+        older = [(part.format, part.addresses, part.counts) for part in self.lists[:-1]]
+        lists = [
+            [*older, (recent.format, recent.addresses, recent.counts_with(n))]
+            for n in range(1, num_tokens + 1)
+        ]
+        return slots, lists
+
     def count_decoded(self) -> None:
-        """Count a decoded token that all layers have written to the open pages; compress these when they are full.
+        """Count the next token that all layers have written to the open pages; compress these when they are full.
 
         Nothing is dropped there, since the newest tokens are what most heads look at. Where pages may grow, they go to
         the best tier; where each takes the place of another, to the last one.
         """
         self.num_tokens += 1
+        self.recent.lengths = self.recent.lengths + 1
+        if self._seen:
+            self._note_attention(self._seen.pop(0))
         if int(self.recent.lengths[0]) < self.layout.config.recent_tokens + TIER_PAGE_TOKENS:
             return
         _, keys, values = self.recent.take_front(torch.full_like(self.recent.lengths, TIER_PAGE_TOKENS))
@@ -196,7 +224,13 @@ class CompressedCache:
         self._append(tier, self._compressor.close_page(tier.format, keys.view(shape), values.view(shape)))
 
     def note_attention(self, pages: Tensor) -> None:
-        """Remember what a decode step looked at: the largest attention in each page, `[lanes, pages of all lists]`."""
+        """Hear what the next open token looked at: the largest attention in each page, `[lanes, pages of all lists]`.
+
+        Pages are told when the token counts.
+        """
+        self._seen.append(pages)
+
+    def _note_attention(self, pages: Tensor) -> None:
         num_tokens = sum(part.lengths for part in self.lists)
         attended = (pages >= ATTENDED_FACTOR / num_tokens[:, None]).split(
             [part.addresses.shape[1] for part in self.lists], 1

@@ -32,9 +32,13 @@ class PageList:
     @property
     def counts(self) -> Tensor:
         """Tokens in each page, int64 `[lanes, pages]`."""
+        return self.counts_with(0)
+
+    def counts_with(self, num_open: int) -> Tensor:
+        """Return the tokens in each page, int64 `[lanes, pages]`, and `num_open` more that are not counted."""
         size = self.format.page_tokens
         starts = torch.arange(self.addresses.shape[1]) * size
-        return (self.lengths[:, None] - starts).clamp_(0, size)
+        return (self.lengths[:, None] + num_open - starts).clamp_(0, size)
 
     @property
     def num_pages(self) -> Tensor:
@@ -57,17 +61,15 @@ class PageList:
         for index, rows in zip(where, (keys, values), strict=True):
             self.write_pieces(index, rows)
 
-    def open_slots(self) -> tuple[Tensor, Tensor]:
-        """Make room for one more token in every lane and count it.
+    def open_slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Make room for more tokens in every lane; they count when `lengths` says so.
 
         Returns:
-            Where its key and its value go, int64 `[lanes, D / 16]` each, for `write_pieces`.
+            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, for `write_pieces`.
         """
-        slots = self.lengths
-        self._grow(slots + 1)
-        self.lengths = slots + 1
-        lanes = torch.arange(len(slots))
-        return self._pieces(self.addresses[lanes, slots // self.format.page_tokens], slots)
+        self._grow(self.lengths + num_tokens)
+        slots = self.lengths[:, None] + torch.arange(num_tokens)
+        return self._pieces(self.addresses.gather(1, slots // self.format.page_tokens), slots)
 
     def write_pieces(self, index: Tensor, rows: Tensor) -> None:
         """Write keys or values `[N, D]` to the places `open_slots` named."""
@@ -142,11 +144,11 @@ class PageList:
         return other
 
     def _pieces(self, addresses: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the key and the value of a slot lie in the slab, in pieces `[N, D / 16]`."""
+        """Return where the key and the value of a slot lie in the slab, in pieces `[…, D / 16]`."""
         size, dim = self.format.page_tokens, self.format.head_dim
         start = addresses * (UNIT_BYTES // self._dtype.itemsize) + slots % size * dim
         inside = torch.arange(dim // _PIECE)
-        return tuple((start + offset)[:, None] // _PIECE + inside for offset in (0, size * dim))
+        return tuple((start + offset)[..., None] // _PIECE + inside for offset in (0, size * dim))
 
     def _grow(self, lengths: Tensor) -> None:
         """Add pages until each lane holds `lengths[lane]` tokens."""

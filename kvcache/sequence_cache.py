@@ -72,6 +72,11 @@ class SequenceCache:
         return self.capacity_tokens
 
     @property
+    def open_tokens(self) -> int:
+        """The most tokens of one decode step: as many as there is room for."""
+        return self.capacity_tokens - self.num_tokens
+
+    @property
     def own_pages(self) -> int:
         """Pages that only this sequence holds."""
         return self.pages[:, :, self.num_shared_pages :].numel()

@@ -24,6 +24,7 @@ class SequenceHandle(Protocol):
     lane_usage: LaneUsage | None  # what its lanes keep; None where every lane keeps every token
     open_chunk_tokens: int  # the most prompt tokens it takes in one step
     whole_chunks: bool  # it must take that many
+    open_tokens: int  # the most tokens it takes in one step of decode
 
     def free(self) -> None:
         """Give everything back."""

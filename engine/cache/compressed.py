@@ -134,7 +134,8 @@ class CompressedBackend:
 
     def attend(self, plan: StepPlan) -> Attend:
         """See `CacheBackend.attend`."""
-        decode = self._decode([s.cache for s in plan.decodes]) if plan.decodes else None
+        spans = [(s.cache, 1) for s in plan.decodes] + [(d.sequence.cache, d.num_tokens) for d in plan.drafts]
+        decode = self._decode(spans) if spans else None
         chunks = [
             (
                 c.sequence.cache.arena,
@@ -144,7 +145,7 @@ class CompressedBackend:
             )
             for c in plan.chunks
         ]
-        num_decodes = len(plan.decodes)
+        num_decodes = sum(count for _, count in spans)
         scorer = None if self._reconstructs else self.scorer
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,11 +174,16 @@ class CompressedBackend:
         moments = (output_moments(w, layout.num_kv_heads, layout.head_dim) for w in output_weights)
         return torch.cat([compensation_weights(m) for m in moments])
 
-    def _decode(self, caches: list[CompressedCache]) -> Attend:
-        """Return the part of the callback that stores and attends one new token of each sequence."""
-        slots = [cache.recent.open_slots() for cache in caches]
-        key_slots, value_slots = (torch.stack(x, 1) for x in zip(*slots, strict=True))  # [lanes, B, D / 16]
-        table = PageTable.of(self.frames.slab, [cache.page_lists for cache in caches])
+    def _decode(self, spans: list[tuple[CompressedCache, int]]) -> Attend:
+        """Return the part of the callback that stores and attends the next tokens of each sequence.
+
+        Of several tokens of one sequence each is a decode of its own, of the same pages and those before it, so that it
+        is known of each what it looks at.
+        """
+        slots, lists = zip(*(cache.open_slots(count) for cache, count in spans), strict=True)
+        key_slots, value_slots = (torch.cat(x, 1) for x in zip(*slots, strict=True))  # [lanes, T, D / 16]
+        table = PageTable.of(self.frames.slab, [each for part in lists for each in part])
+        caches = [cache for cache, count in spans for _ in range(count)]
         write = caches[0].recent.write_pieces
         seen: list[Tensor] = []
 
@@ -203,7 +209,7 @@ class CompressedBackend:
         return decode
 
     def _note_attention(self, caches: list[CompressedCache], table: PageTable, largest: Tensor) -> None:
-        """Tell sequences what a decode step looked at: `largest` of all layers, behind each other."""
+        """Tell caches what each token of a decode step looked at: `largest` of all layers, behind each other."""
         num_layers, num_lanes = self.layout.num_layers, self.layout.num_lanes
         widths = table.num_pages[:, 0].tolist()
         parts = table.counts.split([width * num_lanes for width in widths])

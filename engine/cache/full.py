@@ -71,10 +71,11 @@ class FullCache:
     def attend(self, plan: StepPlan) -> Attend:
         """See `CacheBackend.attend`."""
         decodes = [s.cache for s in plan.decodes]
-        chunks = [(c.sequence.cache, c.num_tokens) for c in plan.chunks]
-        # In the last layer only a prompt's last token is asked for its attention: the others end there.
+        spans = plan.drafts + plan.chunks
+        chunks = [(span.sequence.cache, span.num_tokens) for span in spans]
+        # In the last layer only tokens that choose another are asked for their attention: the others end there.
         last_layer = self.pool.layout.num_layers - 1
-        ends = [chunk.reaches_end for chunk in plan.chunks]
+        choices = [span.num_choices for span in spans]
         caches = decodes + [cache for cache, _ in chunks]
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
 
@@ -85,9 +86,9 @@ class FullCache:
             start = len(decodes)
             if decodes:
                 out[:start] = self.backend.decode(layer, q[:start], decodes)[0]
-            for (cache, count), prompt_ends in zip(chunks, ends, strict=True):
+            for (cache, count), num_choices in zip(chunks, choices, strict=True):
                 span = slice(start, start + count)
-                if layer < last_layer or prompt_ends:
+                if layer < last_layer or num_choices:
                     out[span] = self.backend.prefill(layer, q[span], k[span], v[span], cache)[0]
                 start += count
             return out

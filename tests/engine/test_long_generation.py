@@ -108,15 +108,15 @@ def test_what_keeps_every_token_keeps_it_in_decode_too(model):
 def test_a_page_is_attended_when_one_of_its_tokens_is(model, monkeypatch):
     llm = make_llm(model, TIERED)
     backend, layers, checked = llm.cache, [], []
-    attention, note = backend._kernels.decode_attention, type(backend)._note_attention
+    attention = backend._kernels.decode_attention
 
     def recorded(q, table, **options):
         out = attention(q, table, **options)
         layers.append((table, iter(out[2].tolist())))
         return out
 
-    def check(self, caches, table, largest):
-        note(self, caches, table, largest)
+    def check(plan):
+        caches = [sequence.cache for sequence in plan.decodes]
         # entry by entry, as the kernel walks them
         for layer, (lanes, slots) in enumerate(layers):
             num_heads = lanes.first.shape[1]
@@ -137,6 +137,6 @@ def test_a_page_is_attended_when_one_of_its_tokens_is(model, monkeypatch):
         layers.clear()
 
     monkeypatch.setattr(backend._kernels, "decode_attention", recorded)
-    monkeypatch.setattr(type(backend), "_note_attention", check)
+    after_each_step(llm, check)
     run(llm, [Request(i, p, GREEDY) for i, p in enumerate(prompts((80, 700)))])
     assert len(checked) > 100 and all(checked)
