@@ -7,7 +7,7 @@ taken from the last plan or run where that has them, by content.
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -99,14 +99,16 @@ def plan_job(
     if other:
         _check_what_if(job, other)
     with (
-        job_lock(Path(job.output_dir), IfLocked()),
+        job_lock(Path(job.output_dir), IfLocked(), "plan"),
         opened_job(job, stopper=stopper) as runner,
     ):
         run = plan_directory(job)
+        if not other:  # under other keys no row might be carried over
+            runner.choose_rows(None, new_run=False)
         found = runner.find_plan()
         if found:
             runner.divide_budget(found)
-            summary = PlanSummary.load(found.path, found.read_manifest()["plan"])
+            summary = PlanSummary(**found.read_manifest()["plan"])
         else:
             summary = _make(runner, run)
         if calibrate and summary.num_running:
@@ -155,9 +157,8 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
         return {}  # a count does not tell how a prompt is divided
     wanted = _prompt_keys(runner.fingerprint.semantic)
     known: dict[str, int] = {}
-    for path in (plan.path, Path(runner.job.output_dir) / "latest"):
+    for run in (plan, RunDirectory(Path(runner.job.output_dir) / "latest")):
         try:
-            run = open_run(path)
             if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
                 continue
             rows = pl.read_parquet(run.path / "plan.parquet", columns=["content", "outcome", "prompt_tokens"])
@@ -345,7 +346,7 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
 
 def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     summary = view.summary
-    yield "running", f"{summary.num_running:,} rows in {len(summary.bins):,} bins"
+    yield "running", f"{summary.num_running:,} rows in {summary.num_bins:,} bins"
     efficiency = summary.packing_efficiency
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)
@@ -355,7 +356,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "KV peak", f"{peak} of {budget}"
     estimate = view.estimate
     if estimate is None:
-        yield "time", "unknown; --calibrate measures it"
+        yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
         return
     yield (
         "time",
@@ -369,9 +370,8 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
     """Return the plan's figures for machines."""
     summary, estimate = view.summary, view.estimate
     seconds = estimate.seconds if estimate else None
-    found = summary.figures() | {
+    found = asdict(summary) | {
         "plan": str(view.run.path / "plan.parquet"),
-        "num_bins": len(summary.bins),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
