@@ -287,9 +287,11 @@ class JobRunner:
             return plan, recover(run)
         plan, recovered = PlanSummary(**manifest["plan"]), recover(run)
         log.event("continued", finished=recovered.num_finished, left=recovered.num_left)
-        self.progress.note(
-            f"continuing {run.path}: {recovered.num_finished:,} of {plan.num_running:,} rows are finished"
-        )
+        if recovered.num_finished:
+            counts = f"{recovered.num_finished:,} of {plan.num_running:,} rows are finished"
+            self.progress.note(f"continuing {run.path}: {counts}")
+        else:
+            self.progress.note(f"{run.path} has a plan already: {plan.num_running:,} rows")
         if not recovered.is_whole:
             for _ in self.corpus.documents():  # the output's types are known after a whole pass
                 pass

@@ -278,7 +278,7 @@ def open_run(path: Path) -> RunDirectory:
             run = _followed(candidate)
             if run.path.resolve().name == PLAN_NAME:
                 raise InputError(
-                    f"{path} is a plan, not a run; kvbatch run begins with it. The job's latest run is {path.parent}"
+                    f"{path} is a plan, which kvbatch run begins with; for the job's latest run name {path.parent}"
                 )
             return run
     raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
