@@ -20,7 +20,7 @@ from kvbatch.manifest import (
     input_changes,
     plan_directory,
 )
-from kvbatch.progress import Progress, format_bytes
+from kvbatch.progress import Progress, counted, format_bytes
 from kvbatch.runlog import RunLog
 from kvbatch.stop import Stopper
 from kvbatch.writer import write_json
@@ -291,7 +291,7 @@ class JobRunner:
             counts = f"{recovered.num_finished:,} of {plan.num_running:,} rows are finished"
             self.progress.note(f"continuing {run.path}: {counts}")
         else:
-            self.progress.note(f"{run.path} has a plan already: {plan.num_running:,} rows")
+            self.progress.note(f"{run.path} has a plan already: {counted(plan.num_running, 'row')} to run")
         if not recovered.is_whole:
             for _ in self.corpus.documents():  # the output's types are known after a whole pass
                 pass

@@ -17,14 +17,14 @@ import polars as pl
 
 from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, JobFileError, OutputError
-from kvbatch.fingerprint import job_fingerprint
+from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import RunDirectory, open_run, plan_directory
 from kvbatch.plan import Planner, PlanSummary, read_plan
-from kvbatch.progress import format_bytes
+from kvbatch.progress import counted, format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
 from kvbatch.template import parse_template
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 # What decides how long a prompt is; a plan that has the same may be asked for token counts.
 _PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
 _WHAT_IF_SECTIONS = ("cache", "engine")
-_NUM_CLASSES = 12
+_NUM_CLASSES = 12  # and one for what is longer than nearly all
+_LONG_RATIO = 0.99
 _BAR_WIDTH = 40
 # A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
 # of a longer one.
@@ -103,7 +104,7 @@ def plan_job(
         opened_job(job, stopper=stopper) as runner,
     ):
         run = plan_directory(job)
-        if not other:  # under other keys no row might be carried over
+        if not other or config_hash(other) == config_hash(job):  # else no row is carried over under its keys
             runner.choose_rows(None, new_run=False)
         found = runner.find_plan()
         if found:
@@ -218,17 +219,20 @@ def _kept(
 
 
 def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
-    """Return the prompts' lengths in classes of equal, round width."""
+    """Return the prompts' lengths in classes of equal, round width; the last one takes what is longer than most."""
     tokens = pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])[
         "prompt_tokens"
     ].drop_nulls()
     if not len(tokens):
         return []
     sizes = (step * 10**power for power in range(10) for step in (1, 2, 5))
-    width = next(size for size in sizes if tokens.max() < size * _NUM_CLASSES)
-    counts = (tokens // width).value_counts().rows()
-    by_class = dict(counts)
-    return [(i * width, (i + 1) * width, by_class.get(i, 0)) for i in range(tokens.max() // width + 1)]
+    most = tokens.quantile(_LONG_RATIO, "higher")
+    width = next(size for size in sizes if most < size * _NUM_CLASSES)
+    classes = (tokens // width).clip(upper_bound=_NUM_CLASSES)
+    by_class, last = dict(classes.value_counts().rows()), classes.max()
+    starts = range(0, (last + 1) * width, width)
+    ends = [*starts[1:], max(starts[-1] + width, tokens.max() + 1)]
+    return [(start, end, by_class.get(start // width, 0)) for start, end in zip(starts, ends, strict=True)]
 
 
 def _calibrate(runner: JobRunner) -> None:
@@ -346,7 +350,7 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
 
 def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     summary = view.summary
-    yield "running", f"{summary.num_running:,} rows in {summary.num_bins:,} bins"
+    yield "running", f"{counted(summary.num_running, 'row')} in {counted(summary.num_bins, 'bin')}"
     efficiency = summary.packing_efficiency
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)

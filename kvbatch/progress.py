@@ -130,6 +130,11 @@ class Progress:
         print(f"{self._phase}: {text}", file=self._stream, flush=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return so many of a noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a size as people read it."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -136,7 +136,7 @@ def measure(folder: Path, model: str) -> dict[str, Any]:
             "model": {"path": model},
             "prompt": {"template": "Read this.\n\n{text}\n\nSay what it is about."},
             "generation": {"max_new_tokens": 16},
-            "engine": {"device": "cpu", "memory_budget": "4GiB"},
+            "engine": {"device": "cpu", "memory_budget": "1GiB"},
             "output": {"dir": f"{folder}/runs"},
         }
     )

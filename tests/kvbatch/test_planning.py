@@ -83,8 +83,9 @@ def test_an_incremental_job_plans_the_rows_that_its_run_will_do(job_file, tokeni
     job_file(records, **sections)
     found = json.loads(call("plan", path, "--json"))
     assert found["outcomes"] == {"carried": 8, "fits": 2} and found["num_running"] == 2
-    assert json.loads(call("plan", path, "--what-if=cache.preset=logs", "--json"))["num_running"] == 10
-    assert json.loads(call("plan", path, "--json"))["num_running"] == 2
+    for key, num_running in (("engine.deterministic=true", 10), ("engine.max_sequences=1", 2)):
+        found = json.loads(call("plan", path, f"--what-if={key}", "--json"))
+        assert found["num_running"] == found["what_if"]["num_running"] == num_running
     tokenised.clear()
     call("run", path)
     assert sum(tokenised) == 2, "the run uses the plan"
