@@ -51,9 +51,8 @@ class EarlierRows:
                 raise InputError(
                     f"{run.path} did not come to its end; continue it first: kvbatch resume {run.path}"
                 )
-        order = np.argsort(
-            np.asarray(high), kind="stable"
-        )  # of equal keys, that of the newest run comes first
+        # stable: of equal keys, that of the newest run comes first
+        order = np.argsort(np.asarray(high), kind="stable")
         self._high, self._low, self._places = (np.asarray(each)[order] for each in (high, low, places))
         self._num_met = 0
 

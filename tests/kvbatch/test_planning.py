@@ -9,7 +9,9 @@ from click.testing import CliRunner
 
 from engine.budget import Budget
 from engine.forecast import PlannedRow, SpeedFit, forecast_s
+from kvbatch import planning
 from kvbatch.cli import cli
+from kvbatch.manifest import RunDirectory
 from kvbatch.tokens import PieceTokenizer
 from kvcache.layout import CacheLayout
 
@@ -102,6 +104,13 @@ def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
     tokens = pl.read_parquet(found["plan"])["prompt_tokens"].to_list()
     assert tokens[0] < tokens[2] < tokens[1]
     call("run", path)
+
+
+def test_one_long_document_does_not_flatten_the_histogram(tmp_path):
+    pl.DataFrame({"prompt_tokens": [*range(200), 5400]}).write_parquet(tmp_path / "plan.parquet")
+    classes = planning._lengths(RunDirectory(tmp_path))
+    assert [count for _, _, count in classes] == [20] * 10 + [0, 0, 1]
+    assert classes[-1] == (240, 5401, 1)
 
 
 def test_what_if_is_what_a_plan_of_it_says(job_file, no_weights):

@@ -9,7 +9,7 @@ from kvbatch.config import load_job
 from kvbatch.run import run_job
 from scripts.bench_scale import NullEngine
 
-BYTES_A_ROW = 150  # what a row may leave behind; one dict of the plan takes 1,500
+BYTES_A_ROW = 1_000  # more than caches and plots come to here, less than one dict of the plan
 
 
 @pytest.mark.slow
