@@ -7,7 +7,7 @@ taken from the last plan or run where that has them, by content.
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -17,14 +17,14 @@ import polars as pl
 
 from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, JobFileError, OutputError
-from kvbatch.fingerprint import job_fingerprint
+from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import RunDirectory, open_run, plan_directory
 from kvbatch.plan import Planner, PlanSummary, read_plan
-from kvbatch.progress import format_bytes
+from kvbatch.progress import counted, format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
 from kvbatch.template import parse_template
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 # What decides how long a prompt is; a plan that has the same may be asked for token counts.
 _PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
 _WHAT_IF_SECTIONS = ("cache", "engine")
-_NUM_CLASSES = 12
+_NUM_CLASSES = 12  # and one for what is longer than nearly all
+_LONG_RATIO = 0.99
 _BAR_WIDTH = 40
 # A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
 # of a longer one.
@@ -99,14 +100,16 @@ def plan_job(
     if other:
         _check_what_if(job, other)
     with (
-        job_lock(Path(job.output_dir), IfLocked()),
+        job_lock(Path(job.output_dir), IfLocked(), "plan"),
         opened_job(job, stopper=stopper) as runner,
     ):
         run = plan_directory(job)
+        if not other or config_hash(other) == config_hash(job):  # else no row is carried over under its keys
+            runner.choose_rows(None, new_run=False)
         found = runner.find_plan()
         if found:
             runner.divide_budget(found)
-            summary = PlanSummary.load(found.path, found.read_manifest()["plan"])
+            summary = PlanSummary(**found.read_manifest()["plan"])
         else:
             summary = _make(runner, run)
         if calibrate and summary.num_running:
@@ -155,9 +158,8 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
         return {}  # a count does not tell how a prompt is divided
     wanted = _prompt_keys(runner.fingerprint.semantic)
     known: dict[str, int] = {}
-    for path in (plan.path, Path(runner.job.output_dir) / "latest"):
+    for run in (plan, RunDirectory(Path(runner.job.output_dir) / "latest")):
         try:
-            run = open_run(path)
             if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
                 continue
             rows = pl.read_parquet(run.path / "plan.parquet", columns=["content", "outcome", "prompt_tokens"])
@@ -217,17 +219,20 @@ def _kept(
 
 
 def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
-    """Return the prompts' lengths in classes of equal, round width."""
+    """Return the prompts' lengths in classes of equal, round width; the last one takes what is longer than most."""
     tokens = pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])[
         "prompt_tokens"
     ].drop_nulls()
     if not len(tokens):
         return []
     sizes = (step * 10**power for power in range(10) for step in (1, 2, 5))
-    width = next(size for size in sizes if tokens.max() < size * _NUM_CLASSES)
-    counts = (tokens // width).value_counts().rows()
-    by_class = dict(counts)
-    return [(i * width, (i + 1) * width, by_class.get(i, 0)) for i in range(tokens.max() // width + 1)]
+    most = tokens.quantile(_LONG_RATIO, "higher")
+    width = next(size for size in sizes if most < size * _NUM_CLASSES)
+    classes = (tokens // width).clip(upper_bound=_NUM_CLASSES)
+    by_class, last = dict(classes.value_counts().rows()), classes.max()
+    starts = range(0, (last + 1) * width, width)
+    ends = [*starts[1:], max(starts[-1] + width, tokens.max() + 1)]
+    return [(start, end, by_class.get(start // width, 0)) for start, end in zip(starts, ends, strict=True)]
 
 
 def _calibrate(runner: JobRunner) -> None:
@@ -345,7 +350,7 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
 
 def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     summary = view.summary
-    yield "running", f"{summary.num_running:,} rows in {len(summary.bins):,} bins"
+    yield "running", f"{counted(summary.num_running, 'row')} in {counted(summary.num_bins, 'bin')}"
     efficiency = summary.packing_efficiency
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)
@@ -355,7 +360,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "KV peak", f"{peak} of {budget}"
     estimate = view.estimate
     if estimate is None:
-        yield "time", "unknown; --calibrate measures it"
+        yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
         return
     yield (
         "time",
@@ -369,9 +374,8 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
     """Return the plan's figures for machines."""
     summary, estimate = view.summary, view.estimate
     seconds = estimate.seconds if estimate else None
-    found = summary.figures() | {
+    found = asdict(summary) | {
         "plan": str(view.run.path / "plan.parquet"),
-        "num_bins": len(summary.bins),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],

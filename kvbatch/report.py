@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
-from kvbatch.progress import format_bytes
+from kvbatch.progress import counted, format_bytes
 
 if TYPE_CHECKING:
     import polars as pl
@@ -189,7 +189,7 @@ def render(summary: dict[str, Any]) -> str:
             )
         lines += _kept_lines(s)
         if s["packing_efficiency"] is not None:
-            bins = f"{s['num_bins']:,} bin{'s' if s['num_bins'] != 1 else ''}"
+            bins = counted(s["num_bins"], "bin")
             lines.append(("packing", f"{s['packing_efficiency']:.1%} of the pool over {bins}"))
     elif s["planned_rows"] is not None:
         lines.append(("planned", f"{s['planned_rows']:,} rows"))
@@ -227,7 +227,7 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_counts(s: dict[str, Any]) -> str:
-    text = f"{s['rows']:,}: {s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"
+    text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
     return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
 
 

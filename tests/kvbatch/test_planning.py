@@ -9,7 +9,9 @@ from click.testing import CliRunner
 
 from engine.budget import Budget
 from engine.forecast import PlannedRow, SpeedFit, forecast_s
+from kvbatch import planning
 from kvbatch.cli import cli
+from kvbatch.manifest import RunDirectory
 from kvbatch.tokens import PieceTokenizer
 from kvcache.layout import CacheLayout
 
@@ -76,6 +78,23 @@ def test_known_tokens_are_not_counted_again_and_a_changed_input_is(job_file, tok
     assert tokenised == [1] and again["prompt_tokens"] > first["prompt_tokens"]
 
 
+def test_an_incremental_job_plans_the_rows_that_its_run_will_do(job_file, tokenised):
+    records, sections = documents(10), {"input": {"incremental": True}}
+    path = str(job_file(records[:8], **sections))
+    call("run", path)
+    job_file(records, **sections)
+    found = json.loads(call("plan", path, "--json"))
+    assert found["outcomes"] == {"carried": 8, "fits": 2} and found["num_running"] == 2
+    for key, num_running in (("engine.deterministic=true", 10), ("engine.max_sequences=1", 2)):
+        found = json.loads(call("plan", path, f"--what-if={key}", "--json"))
+        assert found["num_running"] == found["what_if"]["num_running"] == num_running
+    tokenised.clear()
+    call("run", path)
+    assert sum(tokenised) == 2, "the run uses the plan"
+    assert json.loads(call("report", "runs/test", "--json"))["carried"] == 8
+    assert "none: nothing is to run" in call("plan", path)
+
+
 def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
     records = [{"id": "x" * n, "text": "the same"} for n in (1, 40)]
     template = {"template": "Document {id}: {text}"}
@@ -85,6 +104,13 @@ def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
     tokens = pl.read_parquet(found["plan"])["prompt_tokens"].to_list()
     assert tokens[0] < tokens[2] < tokens[1]
     call("run", path)
+
+
+def test_one_long_document_does_not_flatten_the_histogram(tmp_path):
+    pl.DataFrame({"prompt_tokens": [*range(200), 5400]}).write_parquet(tmp_path / "plan.parquet")
+    classes = planning._lengths(RunDirectory(tmp_path))
+    assert [count for _, _, count in classes] == [20] * 10 + [0, 0, 1]
+    assert classes[-1] == (240, 5401, 1)
 
 
 def test_what_if_is_what_a_plan_of_it_says(job_file, no_weights):
