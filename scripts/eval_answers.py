@@ -2,11 +2,11 @@
 
 Takes JSONL of documents with a question each (`text`, `question`, `answer`), and questions about documents of a Parquet
 file (`doc_id`, `question`, `answer`, `evidence`), at most one of each kind a document; those answered by yes or no are
-a kind of their own. The question stands in the prompt behind the document, as in a job, so presets that compress know it
-while they read. An answer is right if it contains the reference or a passage of three words or more named as evidence,
-case, spaces and punctuation aside; F1 counts the words that it has in common with the reference. Bytes are held against
-a full cache in bfloat16, though the model computes in float32. Prints a table to stderr and one JSON object, the last
-line of stdout.
+a kind of their own. The question stands in the prompt behind the document, as in a job, so presets that compress know
+it while they read. An answer is right if it contains the reference or a passage of three words or more named as
+evidence, case, spaces and punctuation aside; F1 counts the words that it has in common with the reference. Bytes are
+held against a full cache in bfloat16, though the model computes in float32. Prints a table to stderr and one JSON
+object, the last line of stdout.
 """
 
 import argparse
