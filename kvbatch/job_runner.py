@@ -337,7 +337,7 @@ class JobRunner:
             "running_s": seconds["running"],
             "session_prompt_tokens": stats.prompt_tokens if stats else 0,
             "session_completion_tokens": stats.completion_tokens if stats else 0,
-            "kv_peak_bytes_predicted": plan.predicted_kv_peak_bytes,
+            "kv_peak_bytes_predicted": plan.forecast_kv_peak_bytes,
             "kv_peak_bytes_measured": stats.kv_peak_bytes if stats else 0,
             "kv_mean_bytes": stats.kv_mean_bytes if stats else 0,
             "kv_pool_bytes": stats.kv_pool_bytes if stats else 0,

@@ -7,14 +7,17 @@ in its order.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine.forecast import NUM_PARTS, Forecast, PlannedRow, forecast
 from engine.packing import PackItem, pack
 from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
@@ -23,6 +26,7 @@ from kvbatch.prompt import Prompt, PromptBuilder
 from kvbatch.row_need import RowNeed, row_need
 from kvbatch.unique_ids import UniqueIds
 from kvbatch.writer import atomic_file, write_table
+from kvcache.expected_pages import expected_pages
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -68,6 +72,7 @@ BIN_SCHEMA = pa.schema(
         ("packing_efficiency", pa.float64()),  # of the pool, which is as large as the largest bin
     ]
 )
+MAX_FORECAST_ROWS = 2000  # more are forecast from these
 BATCH_CHARS = 4_000_000  # text tokenised at once: enough to keep all cores busy, small against a window
 
 
@@ -79,6 +84,9 @@ class PlanSummary:
     num_running: int = 0
     num_carried: int = 0
     num_shards: int = 0
+    forecast_kv_peak_bytes: int = (
+        0  # held at once at most; predicted_kv_peak_bytes are reserved for it, the pool
+    )
     prompt_tokens: int = 0
     dropped_tokens: int = 0
     kv_bytes: int = 0  # of all rows that run, were they all held at once
@@ -138,6 +146,7 @@ class Planner:
             int, tuple[Any, RowNeed]
         ] = {}  # prefix and need of the window's rows, by their index
         self.summary = PlanSummary()
+        self._fullest_rows: list[dict[str, Any]] = []  # from the fullest bin on, in order
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
 
@@ -168,6 +177,7 @@ class Planner:
         summary = self.summary
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
         write_table(pa.Table.from_pylist(summary.bins, BIN_SCHEMA), run_dir / "stats" / "bins.parquet")
+        self._forecast_peak()
         return summary
 
     def plan_window(
@@ -245,7 +255,52 @@ class Planner:
             self._pack(rows)
             self._count(rows)
         self._complete()
+        self._forecast_peak()
         return summary
+
+    def forecast(
+        self,
+        rows: Iterable[dict[str, Any]],
+        pool_pages: int,
+        answer_tokens: int | None = None,
+        coefficients: Sequence[float] = (0.0,) * NUM_PARTS,
+    ) -> Forecast:
+        """Forecast the run of planned rows, in the order of their submission.
+
+        Args:
+            answer_tokens: how long answers will be; if left out, as long as they may be.
+            coefficients: see `engine.forecast.forecast`.
+        """
+        layout, prefix = self._budget.layout, None
+        compresses = layout is not layout.uncompressed
+        shapes = [
+            self._prompts.shape(
+                row["outcome"], row["part_tokens"], row["reduce_tokens"], row["max_new_tokens"]
+            )
+            for row in rows
+        ]
+        if shared := max((shape.prefix_tokens for shape in shapes), default=0):
+            pages_after = partial(expected_pages, layout, None) if compresses else None
+            prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
+        requests = (
+            request
+            for shape in shapes
+            for request in shape.planned(layout, min(shape.new_tokens, answer_tokens or shape.new_tokens))
+        )
+        return forecast(
+            requests,
+            replace(self._budget, capacity_pages=pool_pages),
+            coefficients,
+            prefix=prefix,
+            chunk_tokens=layout.config.chunk_size if compresses and layout.config.streaming else None,
+            alone=self._job.engine.deterministic,
+        )
+
+    def _forecast_peak(self) -> None:
+        """Say how much of the pool will be held at once, from the fullest bin on, before which the engine drains."""
+        summary, page_bytes = self.summary, self._budget.layout.page_bytes
+        found = self.forecast(self._fullest_rows, summary.peak_pages)
+        summary.forecast_kv_peak_bytes = found.peak_pages * page_bytes
 
     def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
         row = dict.fromkeys(PLAN_SCHEMA.names)
@@ -295,7 +350,7 @@ class Planner:
         message = prompt.message
         if prompt.runs:
             page_bytes = self._budget.layout.page_bytes
-            shape = self._prompts.shape(prompt, part_tokens, new_tokens)
+            shape = self._prompts.shape(prompt.outcome, part_tokens, prompt.reduce_tokens, new_tokens)
             need = row_need(shape, self._budget)
             row["parts"], row["part_tokens"] = len(part_tokens), list(part_tokens)
             row["reduce_tokens"] = prompt.reduce_tokens
@@ -321,7 +376,7 @@ class Planner:
                 prefix, need = self._needs[row["index"]]
                 items.append(PackItem(i, need.num_pages, prefix, need.prefix_pages, need.num_sequences))
         self._needs.clear()
-        order = 0
+        order, fullest = 0, summary.peak_pages
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
             for i in found.indices:
                 rows[i]["bin"], rows[i]["order"] = len(summary.bins), order
@@ -343,6 +398,9 @@ class Planner:
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
+        if summary.peak_pages > fullest:
+            running = (row for row in rows if row["order"] is not None)
+            self._fullest_rows = sorted(running, key=itemgetter("order"))[:MAX_FORECAST_ROWS]
 
 
 def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:

@@ -23,7 +23,7 @@ from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import RunDirectory, open_run, plan_directory
-from kvbatch.plan import Planner, PlanSummary, read_plan
+from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary, read_plan
 from kvbatch.progress import format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
@@ -31,7 +31,6 @@ from kvbatch.template import parse_template
 from kvbatch.writer import write_json, write_text
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
     from kvbatch.stop import Stopper
 
 # What decides how long a prompt is; a plan that has the same may be asked for token counts.
@@ -42,7 +41,6 @@ _BAR_WIDTH = 40
 # A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
 # of a longer one.
 _SAMPLE, _WHOLE_TOKENS, _BEGINNING_TOKENS = 24, 4000, 3000
-_MAX_FORECAST_ROWS = 2000  # more are forecast from these
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ class PlanView:
     is_new: bool
     summary: PlanSummary
     memory_budget_bytes: int
+    arena_bytes: int
     lengths: list[tuple[int, int, int]]  # from, to, rows
     estimate: Estimate | None
     what_if: "tuple[str, PlanView] | None" = None
@@ -117,6 +116,7 @@ def plan_job(
             not found,
             summary,
             runner.engine_config.memory_budget_bytes,
+            runner.budget.arena_bytes,
             lengths,
             _estimate(runner, summary, run),
         )
@@ -200,6 +200,7 @@ def _compare(runner: JobRunner, other: Job, view: PlanView) -> PlanView:
             view,
             summary=summary,
             memory_budget_bytes=runner.engine_config.memory_budget_bytes,
+            arena_bytes=runner.budget.arena_bytes,
             estimate=estimate,
         )
     finally:
@@ -212,7 +213,7 @@ def _kept(
     """Pass shards on; once one was used, keep its rows, as far as a forecast needs them."""
     for shard in shards:
         yield shard
-        if len(rows) < _MAX_FORECAST_ROWS:
+        if len(rows) < MAX_FORECAST_ROWS:
             rows += [row for row in shard if row["status"] == "ok"]
 
 
@@ -276,29 +277,15 @@ def _estimate(
     speed = known_speed(runner)
     if speed is None or not summary.num_running:
         return None
-    from engine.forecast import PlannedRow, forecast_s
-
     answer_tokens, basis = _answer_tokens(runner)
     if rows is None:
         rows = []
         for _ in _kept(read_plan(run.path), rows):
             pass
-    layout, cache = runner.budget.layout, runner.engine_config.cache
-    ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:_MAX_FORECAST_ROWS]
-    planned = [
-        PlannedRow(row["prompt_tokens"], round(answer_tokens), row["predicted_kv_bytes"] // layout.page_bytes)
-        for row in ordered
-    ]
+    ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:MAX_FORECAST_ROWS]
+    planner = Planner(runner.job, runner.builder, runner.budget, runner.model.config.max_context)
     pages = min(summary.peak_pages, runner.budget.capacity_pages)
-    budget: Budget = replace(runner.budget, capacity_pages=pages)
-    seconds = forecast_s(
-        planned,
-        budget,
-        speed.coefficients,
-        shared_tokens=len(runner.builder.prefix_ids),
-        chunk_tokens=cache.chunk_size if cache.compresses and cache.streaming else None,
-        alone=runner.engine_config.deterministic,
-    )
+    seconds = planner.forecast(ordered, pages, round(answer_tokens), speed.coefficients).seconds
     scale = summary.prompt_tokens / sum(row["prompt_tokens"] for row in ordered)
     return Estimate(seconds * scale * speed.overhead, answer_tokens, basis)
 
@@ -351,8 +338,18 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "KV full", format_bytes(summary.kv_full_bytes)
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
     yield "KV kept", format_bytes(summary.kv_bytes) + ratio
-    peak, budget = format_bytes(summary.predicted_kv_peak_bytes), format_bytes(view.memory_budget_bytes)
-    yield "KV peak", f"{peak} of {budget}"
+    peak, pool, arenas, budget = map(
+        format_bytes,
+        (
+            summary.forecast_kv_peak_bytes,
+            summary.predicted_kv_peak_bytes,
+            view.arena_bytes,
+            view.memory_budget_bytes,
+        ),
+    )
+    yield "KV peak", peak
+    beside = f" and {arenas} of arenas" if view.arena_bytes else ""
+    yield "memory", f"{pool} of pool{beside}, of {budget}"
     estimate = view.estimate
     if estimate is None:
         yield "time", "unknown; --calibrate measures it"
@@ -374,6 +371,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "num_bins": len(summary.bins),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
+        "arena_bytes": view.arena_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
         "seconds": seconds,
         "answer_tokens": estimate.answer_tokens if estimate else None,

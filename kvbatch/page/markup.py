@@ -83,6 +83,10 @@ def _tiles(s: dict[str, Any]) -> str:
         tiles.append(("packing", f"{s['packing_efficiency']:.1%}", bins))
     if s["truncated"]:
         tiles.append(("truncated", f"{s['truncated']:,}", f"{s['dropped_tokens']:,} tokens dropped"))
+    if s["split"]:
+        tiles.append(("split", f"{s['split']:,}", f"into {s['parts']:,} parts"))
+    if s["streamed"]:
+        tiles.append(("streamed", f"{s['streamed']:,}", "lossy beyond a full context"))
     cells = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
