@@ -1,6 +1,7 @@
 """Rows that earlier runs did: found by their id and content, copied into the output of a new run."""
 
 import hashlib
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +32,7 @@ class EarlierRows:
 
     def __init__(self, carry: Carry):
         self._carry = carry
-        keys: list[tuple[int, int]] = []
-        places: list[int] = []
+        high, low, places = array("Q"), array("Q"), array("q")
         for number, run in enumerate(carry.directories):
             num_rows = 0
             for planned, made in finished_rows(run, ["kvb_status", "kvb_finish_reason"]):
@@ -43,16 +43,18 @@ class EarlierRows:
                 )
                 # a rejected row is read and rejected again
                 if planned["status"] != "rejected" and (carry.same_input or not is_redone):
-                    keys.append(_key(planned["row_id"], planned["content"]))
+                    key = _key(planned["row_id"], planned["content"])
+                    high.append(key[0])
+                    low.append(key[1])
                     places.append(_REDO if is_redone else number << _INDEX_BITS | planned["index"])
             if carry.same_input and num_rows != run.read_manifest().get("num_rows"):
                 raise InputError(
                     f"{run.path} did not come to its end; continue it first: kvbatch resume {run.path}"
                 )
-        halves = np.array(keys, np.uint64).reshape(-1, 2)
-        order = np.argsort(halves[:, 0], kind="stable")  # of equal keys, that of the newest run comes first
-        self._high, self._low = halves[order, 0], halves[order, 1]
-        self._places = np.array(places, np.int64)[order]
+        order = np.argsort(
+            np.asarray(high), kind="stable"
+        )  # of equal keys, that of the newest run comes first
+        self._high, self._low, self._places = (np.asarray(each)[order] for each in (high, low, places))
         self._num_met = 0
 
     @property

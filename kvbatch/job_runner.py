@@ -166,12 +166,13 @@ class JobRunner:
         self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
 
     def find_plan(self) -> RunDirectory | None:
-        """Return what `kvbatch plan` left for this very job and input, if there is such a plan."""
+        """Return what `kvbatch plan` left for this very job, its input and what it carries over, if it left that."""
         planned = plan_directory(self.job)
-        if Carry(**self.manifest["carry"]).runs or not planned.manifest.exists():
-            return None  # of the rows that are carried over, a plan knows nothing
+        if not planned.manifest.exists():
+            return None
         found = planned.read_manifest()
         fits = "plan" in found and found.get("operational") == self.fingerprint.operational
+        fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
         return planned if fits and self.may_continue(planned, insists=False) else None
 
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
@@ -281,14 +282,16 @@ class JobRunner:
                 running=plan.num_running,
                 carried=plan.num_carried,
                 outcomes=plan.outcomes,
-                bins=len(plan.bins),
+                bins=plan.num_bins,
             )
             return plan, recover(run)
-        plan, recovered = PlanSummary.load(run.path, manifest["plan"]), recover(run)
+        plan, recovered = PlanSummary(**manifest["plan"]), recover(run)
         log.event("continued", finished=recovered.num_finished, left=recovered.num_left)
-        self.progress.note(
-            f"continuing {run.path}: {recovered.num_finished:,} of {plan.num_running:,} rows are finished"
-        )
+        if recovered.num_finished:
+            counts = f"{recovered.num_finished:,} of {plan.num_running:,} rows are finished"
+            self.progress.note(f"continuing {run.path}: {counts}")
+        else:
+            self.progress.note(f"{run.path} has a plan already: {plan.num_running:,} rows")
         if not recovered.is_whole:
             for _ in self.corpus.documents():  # the output's types are known after a whole pass
                 pass
@@ -318,7 +321,7 @@ class JobRunner:
         if plan.num_rows:
             check_prompt_columns(self.job, self.corpus.passthrough_schema.names)
         planned = {
-            "plan": plan.figures(),
+            "plan": asdict(plan),
             "num_rows": plan.num_rows,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
@@ -337,14 +340,14 @@ class JobRunner:
             "running_s": seconds["running"],
             "session_prompt_tokens": stats.prompt_tokens if stats else 0,
             "session_completion_tokens": stats.completion_tokens if stats else 0,
-            "kv_peak_bytes_predicted": plan.forecast_kv_peak_bytes,
+            "kv_peak_bytes_predicted": plan.predicted_kv_peak_bytes,
             "kv_peak_bytes_measured": stats.kv_peak_bytes if stats else 0,
             "kv_mean_bytes": stats.kv_mean_bytes if stats else 0,
             "kv_pool_bytes": stats.kv_pool_bytes if stats else 0,
             "kv_allocated_bytes": stats.kv_allocated_bytes if stats else 0,
             "memory_budget_bytes": self.engine_config.memory_budget_bytes,
             "packing_efficiency": plan.packing_efficiency,
-            "num_bins": len(plan.bins),
+            "num_bins": plan.num_bins,
             "num_shards": plan.num_shards,
             "device": self.model.device,
             "dtype": self.manifest["model"]["dtype"],

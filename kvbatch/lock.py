@@ -18,7 +18,7 @@ _POLL_INTERVAL_S = 0.2
 class IfLocked:
     """What a start does that meets another run of its job: fail at once, after a while, or leave with success."""
 
-    wait_s: float = 0.5  # longer than `is_locked` holds it
+    wait_s: float = 0.5  # longer than `lock_holder` holds it
     skips: bool = False
 
     @classmethod
@@ -35,9 +35,23 @@ class IfLocked:
         return cls(skips=text == "skip")
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Say who holds a lock: a process, and the command that it carries out, `run` or `plan`."""
+
+    pid: int | None
+    command: str
+
+    def __str__(self) -> str:
+        return f"kvbatch {self.command}, process {self.pid or 'unknown'}"
+
+
 @contextmanager
-def job_lock(home: Path, if_locked: IfLocked) -> Iterator[None]:
+def job_lock(home: Path, if_locked: IfLocked, command: str = "run") -> Iterator[None]:
     """Hold a job's directory, which is made if need be.
+
+    Args:
+        command: what for; see `Holder`.
 
     Raises:
         Interrupted: Another process holds it.
@@ -54,31 +68,36 @@ def job_lock(home: Path, if_locked: IfLocked) -> Iterator[None]:
         given_up_s = time.monotonic() + if_locked.wait_s
         while not _try_lock(handle, path):
             if time.monotonic() >= given_up_s:
-                holder = os.pread(handle, 20, 0).decode(errors="replace").strip()
-                message = f"{home} is held by another run, process {holder or 'unknown'}"
+                message = f"{home} is held by {_read(handle)}"
                 if if_locked.skips:
                     raise Skipped(f"{message}; nothing was done")
                 raise Interrupted(f"{message}; start again when it has ended, or wait: --if-locked wait:600")
             time.sleep(_POLL_INTERVAL_S)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(handle, f"{os.getpid()} {command}\n".encode(), 0)
         yield
     finally:
         os.close(handle)  # frees the lock; the file stays, since a waiting process may have it open
 
 
-def is_locked(home: Path) -> bool:
-    """Tell whether a process holds a job's directory."""
+def lock_holder(home: Path) -> Holder | None:
+    """Return who holds a job's directory; None if nobody does."""
     try:
         handle = os.open(home / "LOCK", os.O_RDWR)
     except OSError:
-        return False
+        return None
     try:
-        return not _try_lock(handle, home / "LOCK")
+        return None if _try_lock(handle, home / "LOCK") else _read(handle)
     except OutputError:
-        return False
+        return None
     finally:
         os.close(handle)
+
+
+def _read(handle: int) -> Holder:
+    """Return what the holder wrote; it may not have come to it yet."""
+    pid, _, command = os.pread(handle, 40, 0).decode(errors="replace").strip().partition(" ")
+    return Holder(int(pid) if pid.isdecimal() else None, command or "run")
 
 
 def _try_lock(handle: int, path: Path) -> bool:

@@ -271,11 +271,16 @@ def open_run(path: Path) -> RunDirectory:
     """Return the run that a path names: a run directory, or a job's directory with its `latest`.
 
     Raises:
-        InputError: There is no run.
+        InputError: There is no run, or it is a plan.
     """
     for candidate in (path, path / "latest"):
         if (candidate / "manifest.json").exists():
-            return _followed(candidate)
+            run = _followed(candidate)
+            if run.path.resolve().name == PLAN_NAME:
+                raise InputError(
+                    f"{path} is a plan, which kvbatch run begins with; for the job's latest run name {path.parent}"
+                )
+            return run
     raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
 
 

@@ -6,8 +6,9 @@ in its order.
 """
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -84,9 +85,6 @@ class PlanSummary:
     num_running: int = 0
     num_carried: int = 0
     num_shards: int = 0
-    forecast_kv_peak_bytes: int = (
-        0  # held at once at most; predicted_kv_peak_bytes are reserved for it, the pool
-    )
     prompt_tokens: int = 0
     dropped_tokens: int = 0
     kv_bytes: int = 0  # of all rows that run, were they all held at once
@@ -94,24 +92,17 @@ class PlanSummary:
     outcomes: dict[str, int] = field(default_factory=dict)
     peak_pages: int = 0
     peak_row: int = 0  # the first row of the bin that needs them
-    predicted_kv_peak_bytes: int = 0
-    bins: list[dict[str, Any]] = field(default_factory=list)
+    pool_bytes: int = 0  # of these pages
+    predicted_kv_peak_bytes: int = 0  # of them, held at once
+    num_bins: int = 0
+    bins_kv_bytes: int = 0  # of all bins, were they all held at once
     text_hashes: dict[str, str] = field(default_factory=dict)  # file -> sha256 over its rows' ids and texts
 
     @property
     def packing_efficiency(self) -> float | None:
         """Bytes that the bins fill, of the bytes that the pool offers to each."""
-        total = sum(item["predicted_kv_bytes"] for item in self.bins)
-        return total / (len(self.bins) * self.predicted_kv_peak_bytes) if self.bins else None
-
-    def figures(self) -> dict[str, Any]:
-        """Return what a manifest keeps: all but the bins, which have a file of their own."""
-        return {key: value for key, value in asdict(self).items() if key != "bins"}
-
-    @classmethod
-    def load(cls, run_dir: Path, figures: dict[str, Any]) -> "PlanSummary":
-        """Return the summary of a plan made earlier."""
-        return cls(**figures, bins=pq.read_table(run_dir / "stats" / "bins.parquet").to_pylist())
+        offered = self.num_bins * self.pool_bytes
+        return self.bins_kv_bytes / offered if offered else None
 
 
 class Planner:
@@ -149,6 +140,8 @@ class Planner:
         self._fullest_rows: list[dict[str, Any]] = []  # from the fullest bin on, in order
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
+        # columns of integers, as there may be a bin a row
+        self._bins = {name: array("q") for name in BIN_SCHEMA.names if name != "packing_efficiency"}
 
     def write(
         self,
@@ -173,10 +166,11 @@ class Planner:
                 writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
         if self._earlier:
             self._earlier.check_met()
-        self._complete()
         summary = self.summary
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
-        write_table(pa.Table.from_pylist(summary.bins, BIN_SCHEMA), run_dir / "stats" / "bins.parquet")
+        efficiency = [num_bytes / summary.pool_bytes for num_bytes in self._bins["predicted_kv_bytes"]]
+        bins = pa.table({**self._bins, "packing_efficiency": efficiency}, BIN_SCHEMA)
+        write_table(bins, run_dir / "stats" / "bins.parquet")
         self._forecast_peak()
         return summary
 
@@ -219,13 +213,6 @@ class Planner:
             name = row["outcome"] or row["status"]
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
 
-    def _complete(self) -> None:
-        """Hold the bins against the fullest one, once all are known."""
-        summary = self.summary
-        summary.predicted_kv_peak_bytes = summary.peak_pages * self._budget.layout.page_bytes
-        for item in summary.bins:
-            item["packing_efficiency"] = item["predicted_kv_bytes"] / summary.predicted_kv_peak_bytes
-
     def replan(self, shards: Iterable[list[dict[str, Any]]]) -> PlanSummary:
         """Return what another plan's rows would come to under this job: their prompts are the same, their bytes not."""
         summary = self.summary
@@ -254,7 +241,6 @@ class Planner:
                     )
             self._pack(rows)
             self._count(rows)
-        self._complete()
         self._forecast_peak()
         return summary
 
@@ -297,10 +283,13 @@ class Planner:
         )
 
     def _forecast_peak(self) -> None:
-        """Say how much of the pool will be held at once, from the fullest bin on, before which the engine drains."""
-        summary, page_bytes = self.summary, self._budget.layout.page_bytes
-        found = self.forecast(self._fullest_rows, summary.peak_pages)
-        summary.forecast_kv_peak_bytes = found.peak_pages * page_bytes
+        """Say how much of the pool will be held at once: all, unless the cache takes its pages as it needs them."""
+        summary, layout = self.summary, self._budget.layout
+        summary.predicted_kv_peak_bytes = summary.pool_bytes
+        if layout is not layout.uncompressed:
+            # from the fullest bin on, before which the engine drains
+            found = self.forecast(self._fullest_rows, summary.peak_pages)
+            summary.predicted_kv_peak_bytes = found.peak_pages * layout.page_bytes
 
     def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
         row = dict.fromkeys(PLAN_SCHEMA.names)
@@ -379,18 +368,15 @@ class Planner:
         order, fullest = 0, summary.peak_pages
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
             for i in found.indices:
-                rows[i]["bin"], rows[i]["order"] = len(summary.bins), order
+                rows[i]["bin"], rows[i]["order"] = summary.num_bins, order
                 order += 1
             tokens = sum(rows[i]["prompt_tokens"] for i in found.indices)
-            summary.bins.append(
-                {
-                    "bin": len(summary.bins),
-                    "shard": summary.num_shards,
-                    "rows": len(found.indices),
-                    "prompt_tokens": tokens,
-                    "predicted_kv_bytes": found.num_pages * layout.page_bytes,
-                }
-            )
+            num_bytes = found.num_pages * layout.page_bytes
+            facts = (summary.num_bins, summary.num_shards, len(found.indices), tokens, num_bytes)
+            for column, fact in zip(self._bins.values(), facts, strict=True):
+                column.append(fact)
+            summary.num_bins += 1
+            summary.bins_kv_bytes += num_bytes
             summary.prompt_tokens += tokens
             summary.dropped_tokens += sum(rows[i]["dropped_tokens"] for i in found.indices)
             summary.kv_bytes += sum(rows[i]["predicted_kv_bytes"] for i in found.indices)
@@ -398,6 +384,7 @@ class Planner:
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
+                summary.pool_bytes = num_bytes
         if summary.peak_pages > fullest:
             running = (row for row in rows if row["order"] is not None)
             self._fullest_rows = sorted(running, key=itemgetter("order"))[:MAX_FORECAST_ROWS]

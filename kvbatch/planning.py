@@ -7,7 +7,7 @@ taken from the last plan or run where that has them, by content.
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -98,14 +98,16 @@ def plan_job(
     if other:
         _check_what_if(job, other)
     with (
-        job_lock(Path(job.output_dir), IfLocked()),
+        job_lock(Path(job.output_dir), IfLocked(), "plan"),
         opened_job(job, stopper=stopper) as runner,
     ):
         run = plan_directory(job)
+        if not other:  # under other keys no row might be carried over
+            runner.choose_rows(None, new_run=False)
         found = runner.find_plan()
         if found:
             runner.divide_budget(found)
-            summary = PlanSummary.load(found.path, found.read_manifest()["plan"])
+            summary = PlanSummary(**found.read_manifest()["plan"])
         else:
             summary = _make(runner, run)
         if calibrate and summary.num_running:
@@ -155,9 +157,8 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
         return {}  # a count does not tell how a prompt is divided
     wanted = _prompt_keys(runner.fingerprint.semantic)
     known: dict[str, int] = {}
-    for path in (plan.path, Path(runner.job.output_dir) / "latest"):
+    for run in (plan, RunDirectory(Path(runner.job.output_dir) / "latest")):
         try:
-            run = open_run(path)
             if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
                 continue
             rows = pl.read_parquet(run.path / "plan.parquet", columns=["content", "outcome", "prompt_tokens"])
@@ -261,7 +262,7 @@ def _calibrate(runner: JobRunner) -> None:
     llm = LLM(runner.model.decoder, config, Detokenizer(runner.model.tokenizer))
     started_s = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}
-    keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
+    keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s, min_steps=1)
     answers = [results[i].completion_tokens for i in range(len(whole))]
     write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
 
@@ -332,7 +333,7 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
 
 def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     summary = view.summary
-    yield "running", f"{summary.num_running:,} rows in {len(summary.bins):,} bins"
+    yield "running", f"{summary.num_running:,} rows in {summary.num_bins:,} bins"
     efficiency = summary.packing_efficiency
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)
@@ -341,8 +342,8 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     peak, pool, arenas, budget = map(
         format_bytes,
         (
-            summary.forecast_kv_peak_bytes,
             summary.predicted_kv_peak_bytes,
+            summary.pool_bytes,
             view.arena_bytes,
             view.memory_budget_bytes,
         ),
@@ -352,7 +353,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "memory", f"{pool} of pool{beside}, of {budget}"
     estimate = view.estimate
     if estimate is None:
-        yield "time", "unknown; --calibrate measures it"
+        yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
         return
     yield (
         "time",
@@ -366,9 +367,8 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
     """Return the plan's figures for machines."""
     summary, estimate = view.summary, view.estimate
     seconds = estimate.seconds if estimate else None
-    found = summary.figures() | {
+    found = asdict(summary) | {
         "plan": str(view.run.path / "plan.parquet"),
-        "num_bins": len(summary.bins),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
         "arena_bytes": view.arena_bytes,

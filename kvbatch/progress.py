@@ -116,7 +116,9 @@ class Progress:
     def _figures(self) -> str:
         elapsed_s = max(1e-6, time.monotonic() - self._started_s)
         parts = []
-        if self._bar is None:
+        if self._phase not in PHASES_WITH_ROWS:
+            parts.append(f"{elapsed_s:,.0f} s")
+        elif self._bar is None:
             parts.append(f"{self._rows:,} of {self._total:,} rows" if self._total else f"{self._rows:,} rows")
         if self._tokens:
             parts.append(f"{self._tokens / elapsed_s:,.0f} tokens/s")

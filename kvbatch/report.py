@@ -235,7 +235,8 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_counts(s: dict[str, Any]) -> str:
-    text = f"{s['rows']:,}: {s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"
+    errors = f"{s['errors']:,} error{'' if s['errors'] == 1 else 's'}"
+    text = f"{s['rows']:,}: {s['ok']:,} ok, {errors}, {s['rejected']:,} rejected"
     return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
 
 

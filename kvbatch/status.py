@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbatch.commit import finished_rows
-from kvbatch.lock import is_locked
+from kvbatch.lock import Holder, lock_holder
 from kvbatch.manifest import RunDirectory, open_run
 
 _COLUMNS = ("kvb_status", "kvb_run_id", "kvb_attempts", "kvb_prompt_tokens", "kvb_completion_tokens")
@@ -25,8 +25,10 @@ def load_status(path: Path) -> dict[str, Any]:
     run = open_run(path)
     manifest, beat = run.read_manifest(), _heartbeat(run)
     plan = manifest.get("plan", {})
-    locked = is_locked(run.path.parent)
-    state = _state(run, locked)
+    holder = lock_holder(run.path.parent)
+    state = _state(run, holder)
+    if state == "running" and beat.get("pid") != holder.pid:
+        beat = {}  # of an earlier session
     rows: Counter[str] = Counter(ok=0, error=0, rejected=0)
     own: Counter[str] = Counter()
     for _, made in finished_rows(run, _COLUMNS):
@@ -39,7 +41,8 @@ def load_status(path: Path) -> dict[str, Any]:
         "job": manifest["job"],
         "run_id": run.run_id,
         "state": state,
-        "locked": locked,
+        "locked": holder is not None,
+        "holder": holder and str(holder),
         "phase": beat.get("phase") if is_running else None,
         "heartbeat_age_s": _age_s(beat),
         "planned_rows": manifest.get("num_rows"),
@@ -60,7 +63,7 @@ def render_status(status: dict[str, Any]) -> str:
     if s["state"] == "running":
         age = "no heartbeat yet" if s["heartbeat_age_s"] is None else f"{s['heartbeat_age_s']:,.0f} s ago"
         lines.append(("phase", f"{s['phase'] or 'opening'}, heartbeat {age}"))
-    lines.append(("lock", "held" if s["locked"] else "free"))
+    lines.append(("lock", f"held by {s['holder']}" if s["locked"] else "free"))
     counts = ", ".join(f"{count:,} {name}" for name, count in s["rows"].items())
     of = "" if s["planned_rows"] is None else f" of {s['planned_rows']:,}"
     carried = f"; {s['carried_rows']:,} carried over" if s["carried_rows"] else ""
@@ -74,10 +77,10 @@ def render_status(status: dict[str, Any]) -> str:
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
-def _state(run: RunDirectory, locked: bool) -> str:
+def _state(run: RunDirectory, holder: Holder | None) -> str:
     if run.is_success:
         return "complete"
-    if locked and (run.path.parent / "latest").resolve() == run.path.resolve():
+    if holder and holder.command == "run" and (run.path.parent / "latest").resolve() == run.path.resolve():
         return "running"
     return "over_limits" if run.is_ended else "stopped"
 

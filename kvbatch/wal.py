@@ -35,6 +35,7 @@ class WriteAheadFile:
     def __init__(self, path: Path, fields: list[pa.Field]):
         self._path = path
         self._schema = _schema(fields)
+        self._row, self._marked_row = pa.struct(fields), pa.struct(self._schema)
         self._stream: Any = None
         self._good_bytes = 0
         self._next_sync_s = 0.0
@@ -48,11 +49,11 @@ class WriteAheadFile:
         Raises:
             OutputError: It cannot be written; the rows before it stay readable.
         """
-        fields = pa.schema(list(self._schema)[2:])
         # as it will be read, for the checksum is of that: a field that an answer leaves out comes back as null
-        [row] = pa.RecordBatch.from_pylist([dict(row)], fields).to_pylist()
+        row = pa.scalar(row, self._row).as_py()
         marked = row | {_PLACE: place, _CHECKSUM: _checksum(place, row)}
-        data = pa.RecordBatch.from_pylist([marked], self._schema).serialize().to_pybytes()
+        columns = pa.array([marked], self._marked_row)  # of one struct, far faster than column by column
+        data = pa.RecordBatch.from_struct_array(columns).serialize().to_pybytes()
         try:
             if self._stream is None:
                 data = self._open() + data
@@ -126,7 +127,9 @@ def _whole_rows(data: bytes, schema: pa.Schema) -> tuple[dict[int, dict[str, Any
     rows: dict[int, dict[str, Any]] = {}
     good_bytes = 0
     source = pa.BufferReader(data)
-    with suppress(pa.ArrowException, OSError, StopIteration):  # Arrow raises any of its errors at a torn message
+    with suppress(
+        pa.ArrowException, OSError, StopIteration
+    ):  # Arrow raises any of its errors at a torn message
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:  # torn, or of another version: nothing of it can be used
             return {}, 0

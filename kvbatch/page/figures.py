@@ -99,7 +99,7 @@ def _bins(bins: pl.DataFrame | None) -> dict[str, Any] | None:
         return None
     columns = bins.select("bin", "rows", "prompt_tokens", "predicted_kv_bytes", "packing_efficiency")
     mean = bins["predicted_kv_bytes"].sum() / (len(bins) * bins["predicted_kv_bytes"].max())
-    return columns.to_dict(as_series=False) | {"mean_efficiency": mean}
+    return _thinned(columns).to_dict(as_series=False) | {"num_bins": len(bins), "mean_efficiency": mean}
 
 
 def _kept(rows: pl.DataFrame) -> dict[str, list] | None:

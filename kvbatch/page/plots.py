@@ -119,7 +119,7 @@ def draw_packing(bins: dict[str, Any]) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         values = bins["packing_efficiency"]
-        edges = [i - 0.5 for i in range(len(values) + 1)]
+        edges = [number - 0.5 for number in (*bins["bin"], bins["num_bins"])]
         axes.stairs(values, edges, fill=True, color=_ONE, alpha=0.8, gid="bins")
         axes.axhline(bins["mean_efficiency"], color=_TWO, linewidth=1.2, label="mean", gid="mean")
         axes.set(xlabel="bin", xlim=(edges[0], edges[-1]), ylim=(0, 1.02))

@@ -76,6 +76,22 @@ def test_known_tokens_are_not_counted_again_and_a_changed_input_is(job_file, tok
     assert tokenised == [1] and again["prompt_tokens"] > first["prompt_tokens"]
 
 
+def test_an_incremental_job_plans_the_rows_that_its_run_will_do(job_file, tokenised):
+    records, sections = documents(10), {"input": {"incremental": True}}
+    path = str(job_file(records[:8], **sections))
+    call("run", path)
+    job_file(records, **sections)
+    found = json.loads(call("plan", path, "--json"))
+    assert found["outcomes"] == {"carried": 8, "fits": 2} and found["num_running"] == 2
+    assert json.loads(call("plan", path, "--what-if=cache.preset=logs", "--json"))["num_running"] == 10
+    assert json.loads(call("plan", path, "--json"))["num_running"] == 2
+    tokenised.clear()
+    call("run", path)
+    assert sum(tokenised) == 2, "the run uses the plan"
+    assert json.loads(call("report", "runs/test", "--json"))["carried"] == 8
+    assert "none: nothing is to run" in call("plan", path)
+
+
 def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
     records = [{"id": "x" * n, "text": "the same"} for n in (1, 40)]
     template = {"template": "Document {id}: {text}"}

@@ -25,7 +25,7 @@ from kvbatch.cli import cli
 from kvbatch.commit import committed_files, finished_rows
 from kvbatch.config import load_job
 from kvbatch.errors import Interrupted, JobChanged, OutputError, Skipped
-from kvbatch.lock import IfLocked, is_locked, job_lock
+from kvbatch.lock import Holder, IfLocked, job_lock, lock_holder
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.run import run_job
 from kvbatch.shard import OUTPUT_FIELDS
@@ -271,7 +271,7 @@ def test_one_process_a_job(job_file):
     is_held = context.Event()
     holder = context.Process(target=_hold, args=(str(Path("runs/test").absolute()), is_held))
     holder.start()
-    assert is_held.wait(60) and is_locked(Path("runs/test"))
+    assert is_held.wait(60) and lock_holder(Path("runs/test")) == Holder(holder.pid, "run")
     with pytest.raises(Interrupted, match=f"process {holder.pid}"):
         run(path)
     result = CliRunner().invoke(cli, ["run", str(path)])
@@ -282,7 +282,7 @@ def test_one_process_a_job(job_file):
         run(path, if_locked=IfLocked.parse("skip"))
     threading.Timer(0.5, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
     assert run(path, if_locked=IfLocked.parse("wait:60"), make_llm=lambda *_: Backwards()).is_success
-    assert not is_locked(Path("runs/test"))
+    assert lock_holder(Path("runs/test")) is None
     for wrong in ("never", "wait:", "wait:-1"):
         assert CliRunner().invoke(cli, ["run", str(path), "--if-locked", wrong]).exit_code == 2
 

@@ -1,6 +1,7 @@
 """What `kvbatch status` says of runs that go on, were stopped, or ended."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,39 @@ from click.testing import CliRunner
 
 from kvbatch.cli import cli
 from kvbatch.errors import LimitExceeded
+from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import open_run
 from kvbatch.runlog import write_heartbeat
 from kvbatch.status import load_status, render_status
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_run import RECORDS, run
+
+
+def test_who_holds_the_lock_decides_what_a_run_is_at(job_file):
+    class Stopped(Backwards):
+        def generate(self, requests):
+            raise KeyboardInterrupt
+
+    path = job_file(RECORDS)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, make_llm=lambda *_: Stopped())
+    found = open_run(Path("runs/test"))
+    home = found.path.parent
+    write_heartbeat(found.heartbeat, "running", rows=1, tokens=5, elapsed_s=2.0)
+    with job_lock(home, IfLocked(), "plan"):
+        status = load_status(home)
+        assert (status["state"], status["holder"]) == ("stopped", f"kvbatch plan, process {os.getpid()}")
+        assert "held by kvbatch plan" in render_status(status)
+    with job_lock(home, IfLocked()):
+        assert (load_status(home)["state"], load_status(home)["phase"]) == ("running", "running")
+        beat = json.loads(found.heartbeat.read_text())
+        found.heartbeat.write_text(json.dumps(beat | {"pid": 1}))  # of an earlier session
+        status = load_status(home)
+        assert (status["state"], status["phase"], status["heartbeat_age_s"]) == ("running", None, None)
+    assert CliRunner().invoke(cli, ["plan", str(path)]).exit_code == 0
+    for command in ("status", "resume", "report"):
+        refused = CliRunner().invoke(cli, [command, str(home / "plan")])
+        assert refused.exit_code == 66 and "is a plan" in refused.stderr
 
 
 def test_a_run_from_its_first_row_to_its_end(job_file):
