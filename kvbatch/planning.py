@@ -251,6 +251,7 @@ def _calibrate(runner: JobRunner) -> None:
     beginning = replace(
         found[-1],
         prompt_token_ids=found[-1].prompt_token_ids[:_BEGINNING_TOKENS],
+        prefix_tokens=min(found[-1].prefix_tokens, _BEGINNING_TOKENS - 1),
         sampling=replace(found[-1].sampling, max_new_tokens=1),
     )
     requests = [replace(request, request_id=i) for i, request in enumerate([*whole, beginning])]
@@ -333,24 +334,17 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
 
 def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     summary = view.summary
-    yield "running", f"{summary.num_running:,} rows in {summary.num_bins:,} bins"
+    bins = f"{summary.num_bins:,} bin{'' if summary.num_bins == 1 else 's'}"
+    yield "running", f"{summary.num_running:,} rows in {bins}"
     efficiency = summary.packing_efficiency
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
-    yield "KV kept", format_bytes(summary.kv_bytes) + ratio
-    peak, pool, arenas, budget = map(
-        format_bytes,
-        (
-            summary.predicted_kv_peak_bytes,
-            summary.pool_bytes,
-            view.arena_bytes,
-            view.memory_budget_bytes,
-        ),
-    )
-    yield "KV peak", peak
-    beside = f" and {arenas} of arenas" if view.arena_bytes else ""
-    yield "memory", f"{pool} of pool{beside}, of {budget}"
+    yield "KV kept", f"at most {format_bytes(summary.kv_bytes)}{ratio}"
+    yield "KV peak", format_bytes(summary.predicted_kv_peak_bytes)
+    arenas = f" and {format_bytes(view.arena_bytes)} of arenas" if view.arena_bytes else ""
+    budget = format_bytes(view.memory_budget_bytes)
+    yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{arenas}, of {budget}"
     estimate = view.estimate
     if estimate is None:
         yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
