@@ -28,9 +28,7 @@ class Speed:
     num_steps: int
 
 
-def keep_speed(
-    runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps: int = MIN_STEPS
-) -> None:
+def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps: int = MIN_STEPS) -> None:
     """Keep what steps tell of the speed, unless there were too few of them.
 
     A cache that cannot be written costs an estimate, nothing else.
