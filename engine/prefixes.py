@@ -39,10 +39,8 @@ class PrefixCache:
             sequence.cache = self._cache.open(sequence.num_pages, len(tokens), None)
             try:
                 while sequence.in_prefill:
-                    plan, started_s = (
-                        StepPlan((), plan_chunks([sequence], self.step_tokens)),
-                        time.perf_counter(),
-                    )
+                    started_s = time.perf_counter()
+                    plan = StepPlan((), plan_chunks([sequence], self.step_tokens))
                     self._runner.execute(plan)
                     self._speed.add(step_parts(plan, after=True), time.perf_counter() - started_s)
             except BaseException:
