@@ -61,9 +61,7 @@ class RowShape:
             if num_tails and number % num_tails == 0:
                 own, shared = own + shared_pages, 0
             yield PlannedRow(tokens, answer_tokens, own, shared, self._pages_after(layout, tokens, shared))
-        if (
-            self.reduce_tokens
-        ):  # one level of answers put together; of more it is not known how many there will be
+        if self.reduce_tokens:  # one level; how many more there will be is not known
             tokens = max(1, self.reduce_tokens - len(self.part_tokens) * (self.new_tokens - answer_tokens))
             for _ in self.tail_tokens or (0,):
                 yield PlannedRow(

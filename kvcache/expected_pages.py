@@ -39,18 +39,16 @@ def expected_pages(
     if streamed_tokens:
         judged *= layout.thinning(streamed_tokens, prompt_tokens)
     in_prefill = [tier.ratio * scale * judged for tier in config.resolved_tiers]
-    sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS) if judged else 0
+    sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
     full, rest = _pages(layout, in_prefill, [_REST_TOKENS] * len(in_prefill))
-    whole = sinks + rest
+    whole = sinks + rest if judged else 0.0
     if computed_tokens >= read_tokens:
         full, rest = _at_the_end(layout, prompt_tokens, scale, shared_tokens)
         answered = computed_tokens - read_tokens
         if not config.drops:
             full[0] += answered // TIER_PAGE_TOKENS * (TIER_PAGE_TOKENS // layout.tiers[0].page_tokens)
         recent = min(config.recent_tokens, read_tokens) + min(answered, TIER_PAGE_TOKENS)
-        whole = max(
-            whole, -(-config.warmup_tokens // WHOLE_PAGE_TOKENS) + rest + -(-recent // WHOLE_PAGE_TOKENS)
-        )
+        whole = max(whole, sinks + rest + -(-recent // WHOLE_PAGE_TOKENS))
     shared = _pages(
         layout,
         [tier.ratio * _judged_in_prefill(layout, shared_tokens) for tier in config.resolved_tiers],
