@@ -42,6 +42,11 @@ class Budget:
     num_arenas: int = 0
     overlaps_compression: bool = False
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return self.num_arenas and self.num_arenas * self.layout.arena_bytes(self.arena_tokens)
+
 
 def cache_layout(
     model: ModelConfig, config: EngineConfig, element_bytes: int

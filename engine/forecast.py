@@ -1,10 +1,11 @@
-"""How long steps take, learnt from those that ran, and how long rows that have not run will take.
+"""How long steps take, learnt from those that ran, and how long rows that have not run will take, and what they hold.
 
 A step's time is a sum of what it does, with a coefficient for each part fitted by least squares. The forecast plays the
-scheduler's own decisions over the rows and adds up the steps; nothing is computed. No torch but for the fit.
+scheduler's own decisions over the rows, adds up the steps and the pages held in them; nothing is computed. No torch but
+for the fit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from engine.budget import Budget
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
+from kvcache.compressed_layout import WHOLE_PAGE_TOKENS
 
 NUM_PARTS = 5
 
@@ -77,20 +79,38 @@ class SpeedFit:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row to forecast: its prompt's tokens, those of its answer, and the pages it reserves."""
+    """A row to forecast.
+
+    Args:
+        prompt_tokens, new_tokens: of its prompt and its answer.
+        num_pages: reserved for it.
+        shared_tokens: of its prompt, those that are found computed.
+        pages_after: pages it holds when so many tokens are computed; None: all, from the beginning.
+    """
 
     prompt_tokens: int
     new_tokens: int
     num_pages: int
+    shared_tokens: int = 0
+    pages_after: Callable[[int], int] | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The seconds of all steps, and the most pages that are held at once."""
+
+    seconds: float
+    peak_pages: int
 
 
 class _Pages:
-    """Stand for a row's cache in what the scheduler asks of it."""
+    """Stand for a row's cache in what the scheduler asks of it, and count the pages it holds."""
 
     whole_chunks = False
 
-    def __init__(self, sequence: Sequence, chunk_tokens: int | None):
-        self._sequence, self._chunk_tokens = sequence, chunk_tokens
+    def __init__(self, sequence: Sequence, row: PlannedRow, chunk_tokens: int | None):
+        self._sequence, self._row, self._chunk_tokens = sequence, row, chunk_tokens
+        self.num_pages = 0 if row.pages_after else row.num_pages
 
     @property
     def open_chunk_tokens(self) -> int:
@@ -99,56 +119,71 @@ class _Pages:
             return self._sequence.num_prompt_tokens
         return self._chunk_tokens - self._sequence.num_computed_tokens % self._chunk_tokens
 
+    def update(self) -> None:
+        """Count again, if the tokens computed may have made a difference."""
+        sequence, pages_after = self._sequence, self._row.pages_after
+        answered = sequence.num_computed_tokens - sequence.num_prompt_tokens
+        if pages_after and (answered <= 0 or answered % WHOLE_PAGE_TOKENS == 1):
+            self.num_pages = pages_after(sequence.num_computed_tokens)
 
-def forecast_s(
+
+def forecast(
     rows: Iterable[PlannedRow],
     budget: Budget,
-    coefficients: Items[float],
+    coefficients: Items[float] = (0.0,) * NUM_PARTS,
     *,
-    shared_tokens: int = 0,
+    prefix: PlannedRow | None = None,
     chunk_tokens: int | None = None,
     alone: bool = False,
-) -> float:
-    """Return the seconds of all steps that the rows need, in their order.
+) -> Forecast:
+    """Return what the steps come to that the rows need, in their order.
 
     Args:
-        shared_tokens: of every prompt, those that are found computed.
-        alone: as `Scheduler` takes it.
+        coefficients: seconds of each of a step's parts.
+        prefix: what the rows share. It is held beside them, where there are arenas with one of its own.
         chunk_tokens: where a compressing cache lets a prompt advance at most so many at a time.
+        alone: as `Scheduler` takes it.
     """
     scheduler = Scheduler(budget.step_tokens, budget.max_sequences, alone=alone)
     source = iter(rows)
-    free_pages, seconds = budget.capacity_pages, 0.0
+    free_pages, prefix_pages, num_arenas = budget.capacity_pages, 0, budget.num_arenas
+    if prefix:
+        free_pages, num_arenas = free_pages - prefix.num_pages, num_arenas - 1
+        prefix_pages = prefix.pages_after(prefix.prompt_tokens) if prefix.pages_after else prefix.num_pages
+    seconds, peak_pages = 0.0, 0
 
     def fits(pages: int) -> bool:
         num_prefills = sum(sequence.in_prefill for sequence in scheduler.running)
-        return pages <= free_pages and (not budget.num_arenas or num_prefills < budget.num_arenas)
+        return pages <= free_pages and (not budget.num_arenas or num_prefills < num_arenas)
 
+    waiting: PlannedRow | None = None
     while True:
         while True:
-            if not scheduler.waiting:
-                row = next(source, None)
-                if row is None:
+            if waiting is None:
+                waiting = next(source, None)
+                if waiting is None:
                     break
-                request = Request(
-                    0, range(row.prompt_tokens), SamplingParams(max_new_tokens=max(1, row.new_tokens))
-                )
-                scheduler.add(Sequence(request, row.num_pages))
+                sampling = SamplingParams(max_new_tokens=max(1, waiting.new_tokens))
+                scheduler.add(Sequence(Request(0, range(waiting.prompt_tokens), sampling), waiting.num_pages))
             admitted = scheduler.admit(fits)
             if admitted is None:
                 break
             free_pages -= admitted.num_pages
-            admitted.cache = _Pages(admitted, chunk_tokens)
-            if shared_tokens:
-                admitted.reuse(min(shared_tokens, admitted.num_prompt_tokens - 1))
+            admitted.cache = _Pages(admitted, waiting, chunk_tokens)
+            if waiting.shared_tokens:
+                admitted.reuse(min(waiting.shared_tokens, admitted.num_prompt_tokens - 1))
+            waiting = None
         plan = scheduler.plan_step()
         if not plan.num_tokens:
-            return seconds
+            return Forecast(seconds, peak_pages)
         seconds += sum(c * x for c, x in zip(coefficients, step_parts(plan, after=False), strict=True))
-        for sequence, count in [(s, 1) for s in plan.decodes] + [
-            (c.sequence, c.num_tokens) for c in plan.chunks
-        ]:
+        advanced = [(s, 1) for s in plan.decodes] + [(c.sequence, c.num_tokens) for c in plan.chunks]
+        for sequence, count in advanced:
             sequence.advance(count)
+            sequence.cache.update()
+        held = sum(sequence.cache.num_pages for sequence in scheduler.running)
+        peak_pages = max(peak_pages, prefix_pages + held)
+        for sequence, _ in advanced:
             if not sequence.in_prefill:
                 sequence.token_ids.append(0)
                 if sequence.num_generated >= sequence.request.sampling.max_new_tokens:

@@ -59,11 +59,13 @@ class LLM:
                 f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
                 "deterministic here; try another dtype"
             )
-        self.prefixes = PrefixCache(self.cache, self.budget.layout, self.runner, self.budget.step_tokens)
+        self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
+        self.prefixes = PrefixCache(
+            self.cache, self.budget.layout, self.runner, self.budget.step_tokens, self.monitor.speed
+        )
         self.drafter = Drafter() if config.prompt_lookup and not config.deterministic else None
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
-        self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
         self._totals = dict.fromkeys(
             ("num_rows", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
         )

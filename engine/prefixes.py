@@ -1,6 +1,9 @@
 """Shared prompt prefixes: computed once, held until the engine is idle or the room is needed."""
 
+import time
+
 from engine.cache.base import CacheBackend, SequenceHandle
+from engine.forecast import SpeedFit, step_parts
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
 from engine.scheduler import StepPlan, plan_chunks
@@ -8,10 +11,11 @@ from engine.sequence import Sequence
 
 
 class PrefixCache:
-    """Hold the caches of prefixes by their token ids."""
+    """Hold the caches of prefixes by their token ids; `speed` is told of the steps that compute them."""
 
-    def __init__(self, cache: CacheBackend, layout, runner: Runner, step_tokens: int):
+    def __init__(self, cache: CacheBackend, layout, runner: Runner, step_tokens: int, speed: SpeedFit):
         self._cache = cache
+        self._speed = speed
         self._layout = layout
         self._runner = runner
         self.step_tokens = step_tokens
@@ -35,7 +39,10 @@ class PrefixCache:
             sequence.cache = self._cache.open(sequence.num_pages, len(tokens), None)
             try:
                 while sequence.in_prefill:
-                    self._runner.execute(StepPlan((), plan_chunks([sequence], self.step_tokens)))
+                    started_s = time.perf_counter()
+                    plan = StepPlan((), plan_chunks([sequence], self.step_tokens))
+                    self._runner.execute(plan)
+                    self._speed.add(step_parts(plan, after=True), time.perf_counter() - started_s)
             except BaseException:
                 sequence.cache.free()
                 raise

@@ -89,25 +89,27 @@ class LongDocuments:
         most = max(self._section.part_tokens or self.max_prompt_tokens, self._two_answers)
         return min(self.max_prompt_tokens - frame_tokens, most)
 
-    def shape(self, prompt: Prompt, part_tokens: Sequence[int], new_tokens: int) -> RowShape:
-        """Return what a prompt needs memory for; its token ids are not looked at.
+    def shape(
+        self, outcome: str, part_tokens: Sequence[int], reduce_tokens: int, new_tokens: int
+    ) -> RowShape:
+        """Return what a prompt needs memory for.
 
         Args:
-            part_tokens: see `Prompt.part_tokens`.
+            outcome, part_tokens, reduce_tokens: see `Prompt`.
             new_tokens: the most tokens of an answer.
         """
         builder, kind = self._builder, "job"
-        if prompt.outcome == "split" and self._section.part_prompt:
+        if outcome == "split" and self._section.part_prompt:
             builder, kind = self._parts, "part"
         tails = builder.tail_tokens
-        streams = prompt.outcome == "streamed"
+        streams = outcome == "streamed"
         return RowShape(
             part_tokens,
             tails,
             new_tokens,
             0 if tails or streams else len(builder.prefix_ids),
             kind,
-            prompt.reduce_tokens,
+            reduce_tokens,
             streams,
             self.max_prompt_tokens,
         )

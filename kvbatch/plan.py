@@ -8,14 +8,17 @@ in its order.
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine.forecast import NUM_PARTS, Forecast, PlannedRow, forecast
 from engine.packing import PackItem, pack
 from kvbatch.content import prompt_content, row_line
 from kvbatch.job import Job
@@ -24,6 +27,7 @@ from kvbatch.prompt import Prompt, PromptBuilder
 from kvbatch.row_need import RowNeed, row_need
 from kvbatch.unique_ids import UniqueIds
 from kvbatch.writer import atomic_file, write_table
+from kvcache.expected_pages import expected_pages
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -69,6 +73,7 @@ BIN_SCHEMA = pa.schema(
         ("packing_efficiency", pa.float64()),  # of the pool, which is as large as the largest bin
     ]
 )
+MAX_FORECAST_ROWS = 2000  # more are forecast from these
 BATCH_CHARS = 4_000_000  # text tokenised at once: enough to keep all cores busy, small against a window
 
 
@@ -87,7 +92,8 @@ class PlanSummary:
     outcomes: dict[str, int] = field(default_factory=dict)
     peak_pages: int = 0
     peak_row: int = 0  # the first row of the bin that needs them
-    predicted_kv_peak_bytes: int = 0
+    pool_bytes: int = 0  # of these pages
+    predicted_kv_peak_bytes: int = 0  # of them, held at once
     num_bins: int = 0
     bins_kv_bytes: int = 0  # of all bins, were they all held at once
     text_hashes: dict[str, str] = field(default_factory=dict)  # file -> sha256 over its rows' ids and texts
@@ -95,7 +101,7 @@ class PlanSummary:
     @property
     def packing_efficiency(self) -> float | None:
         """Bytes that the bins fill, of the bytes that the pool offers to each."""
-        offered = self.num_bins * self.predicted_kv_peak_bytes
+        offered = self.num_bins * self.pool_bytes
         return self.bins_kv_bytes / offered if offered else None
 
 
@@ -131,6 +137,7 @@ class Planner:
             int, tuple[Any, RowNeed]
         ] = {}  # prefix and need of the window's rows, by their index
         self.summary = PlanSummary()
+        self._fullest_rows: list[dict[str, Any]] = []  # from the fullest bin on, in order
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
         # columns of integers, as there may be a bin a row
@@ -161,10 +168,10 @@ class Planner:
             self._earlier.check_met()
         summary = self.summary
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
-        full = summary.predicted_kv_peak_bytes
-        efficiency = [num_bytes / full for num_bytes in self._bins["predicted_kv_bytes"]]
+        efficiency = [num_bytes / summary.pool_bytes for num_bytes in self._bins["predicted_kv_bytes"]]
         bins = pa.table({**self._bins, "packing_efficiency": efficiency}, BIN_SCHEMA)
         write_table(bins, run_dir / "stats" / "bins.parquet")
+        self._forecast_peak()
         return summary
 
     def plan_window(
@@ -234,7 +241,55 @@ class Planner:
                     )
             self._pack(rows)
             self._count(rows)
+        self._forecast_peak()
         return summary
+
+    def forecast(
+        self,
+        rows: Iterable[dict[str, Any]],
+        pool_pages: int,
+        answer_tokens: int | None = None,
+        coefficients: Sequence[float] = (0.0,) * NUM_PARTS,
+    ) -> Forecast:
+        """Forecast the run of planned rows, in the order of their submission.
+
+        Args:
+            answer_tokens: how long answers will be; if left out, as long as they may be.
+            coefficients: see `engine.forecast.forecast`.
+        """
+        layout, prefix = self._budget.layout, None
+        compresses = layout is not layout.uncompressed
+        shapes = [
+            self._prompts.shape(
+                row["outcome"], row["part_tokens"], row["reduce_tokens"], row["max_new_tokens"]
+            )
+            for row in rows
+        ]
+        if shared := max((shape.prefix_tokens for shape in shapes), default=0):
+            pages_after = partial(expected_pages, layout, None) if compresses else None
+            prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
+        requests = (
+            request
+            for shape in shapes
+            for request in shape.planned(layout, min(shape.new_tokens, answer_tokens or shape.new_tokens))
+        )
+        return forecast(
+            requests,
+            replace(self._budget, capacity_pages=pool_pages),
+            coefficients,
+            prefix=prefix,
+            chunk_tokens=layout.config.chunk_size if compresses and layout.config.streaming else None,
+            alone=self._job.engine.deterministic,
+        )
+
+    def _forecast_peak(self) -> None:
+        """Say how much of the pool will be held at once: all, unless the cache takes its pages as it needs them."""
+        summary, layout = self.summary, self._budget.layout
+        summary.predicted_kv_peak_bytes = summary.pool_bytes
+        if layout is not layout.uncompressed:
+            # from the fullest bin on, before which the engine drains
+            found = self.forecast(self._fullest_rows, summary.peak_pages)
+            summary.predicted_kv_peak_bytes = found.peak_pages * layout.page_bytes
 
     def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
         row = dict.fromkeys(PLAN_SCHEMA.names)
@@ -284,7 +339,7 @@ class Planner:
         message = prompt.message
         if prompt.runs:
             page_bytes = self._budget.layout.page_bytes
-            shape = self._prompts.shape(prompt, part_tokens, new_tokens)
+            shape = self._prompts.shape(prompt.outcome, part_tokens, prompt.reduce_tokens, new_tokens)
             need = row_need(shape, self._budget)
             row["parts"], row["part_tokens"] = len(part_tokens), list(part_tokens)
             row["reduce_tokens"] = prompt.reduce_tokens
@@ -310,7 +365,7 @@ class Planner:
                 prefix, need = self._needs[row["index"]]
                 items.append(PackItem(i, need.num_pages, prefix, need.prefix_pages, need.num_sequences))
         self._needs.clear()
-        order = 0
+        order, fullest = 0, summary.peak_pages
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
             for i in found.indices:
                 rows[i]["bin"], rows[i]["order"] = summary.num_bins, order
@@ -329,7 +384,10 @@ class Planner:
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
-                summary.predicted_kv_peak_bytes = num_bytes
+                summary.pool_bytes = num_bytes
+        if summary.peak_pages > fullest:
+            running = (row for row in rows if row["order"] is not None)
+            self._fullest_rows = sorted(running, key=itemgetter("order"))[:MAX_FORECAST_ROWS]
 
 
 def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:

@@ -23,7 +23,7 @@ from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
 from kvbatch.manifest import RunDirectory, open_run, plan_directory
-from kvbatch.plan import Planner, PlanSummary, read_plan
+from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary, read_plan
 from kvbatch.progress import counted, format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
@@ -31,7 +31,6 @@ from kvbatch.template import parse_template
 from kvbatch.writer import write_json, write_text
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
     from kvbatch.stop import Stopper
 
 # What decides how long a prompt is; a plan that has the same may be asked for token counts.
@@ -43,7 +42,6 @@ _BAR_WIDTH = 40
 # A calibration answers whole rows of so many prompt tokens together, the shortest of a sample, and reads the beginning
 # of a longer one.
 _SAMPLE, _WHOLE_TOKENS, _BEGINNING_TOKENS = 24, 4000, 3000
-_MAX_FORECAST_ROWS = 2000  # more are forecast from these
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class PlanView:
     is_new: bool
     summary: PlanSummary
     memory_budget_bytes: int
+    arena_bytes: int
     lengths: list[tuple[int, int, int]]  # from, to, rows
     estimate: Estimate | None
     what_if: "tuple[str, PlanView] | None" = None
@@ -120,6 +119,7 @@ def plan_job(
             not found,
             summary,
             runner.engine_config.memory_budget_bytes,
+            runner.budget.arena_bytes,
             lengths,
             _estimate(runner, summary, run),
         )
@@ -202,6 +202,7 @@ def _compare(runner: JobRunner, other: Job, view: PlanView) -> PlanView:
             view,
             summary=summary,
             memory_budget_bytes=runner.engine_config.memory_budget_bytes,
+            arena_bytes=runner.budget.arena_bytes,
             estimate=estimate,
         )
     finally:
@@ -214,7 +215,7 @@ def _kept(
     """Pass shards on; once one was used, keep its rows, as far as a forecast needs them."""
     for shard in shards:
         yield shard
-        if len(rows) < _MAX_FORECAST_ROWS:
+        if len(rows) < MAX_FORECAST_ROWS:
             rows += [row for row in shard if row["status"] == "ok"]
 
 
@@ -254,6 +255,7 @@ def _calibrate(runner: JobRunner) -> None:
     beginning = replace(
         found[-1],
         prompt_token_ids=found[-1].prompt_token_ids[:_BEGINNING_TOKENS],
+        prefix_tokens=min(found[-1].prefix_tokens, _BEGINNING_TOKENS - 1),
         sampling=replace(found[-1].sampling, max_new_tokens=1),
     )
     requests = [replace(request, request_id=i) for i, request in enumerate([*whole, beginning])]
@@ -265,7 +267,7 @@ def _calibrate(runner: JobRunner) -> None:
     llm = LLM(runner.model.decoder, config, Detokenizer(runner.model.tokenizer))
     started_s = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}
-    keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s)
+    keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s, min_steps=1)
     answers = [results[i].completion_tokens for i in range(len(whole))]
     write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
 
@@ -281,29 +283,15 @@ def _estimate(
     speed = known_speed(runner)
     if speed is None or not summary.num_running:
         return None
-    from engine.forecast import PlannedRow, forecast_s
-
     answer_tokens, basis = _answer_tokens(runner)
     if rows is None:
         rows = []
         for _ in _kept(read_plan(run.path), rows):
             pass
-    layout, cache = runner.budget.layout, runner.engine_config.cache
-    ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:_MAX_FORECAST_ROWS]
-    planned = [
-        PlannedRow(row["prompt_tokens"], round(answer_tokens), row["predicted_kv_bytes"] // layout.page_bytes)
-        for row in ordered
-    ]
+    ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:MAX_FORECAST_ROWS]
+    planner = Planner(runner.job, runner.builder, runner.budget, runner.model.config.max_context)
     pages = min(summary.peak_pages, runner.budget.capacity_pages)
-    budget: Budget = replace(runner.budget, capacity_pages=pages)
-    seconds = forecast_s(
-        planned,
-        budget,
-        speed.coefficients,
-        shared_tokens=len(runner.builder.prefix_ids),
-        chunk_tokens=cache.chunk_size if cache.compresses and cache.streaming else None,
-        alone=runner.engine_config.deterministic,
-    )
+    seconds = planner.forecast(ordered, pages, round(answer_tokens), speed.coefficients).seconds
     scale = summary.prompt_tokens / sum(row["prompt_tokens"] for row in ordered)
     return Estimate(seconds * scale * speed.overhead, answer_tokens, basis)
 
@@ -355,9 +343,11 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "packing", "–" if efficiency is None else f"{efficiency:.1%} of the pool"
     yield "KV full", format_bytes(summary.kv_full_bytes)
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
-    yield "KV kept", format_bytes(summary.kv_bytes) + ratio
-    peak, budget = format_bytes(summary.predicted_kv_peak_bytes), format_bytes(view.memory_budget_bytes)
-    yield "KV peak", f"{peak} of {budget}"
+    yield "KV kept", f"at most {format_bytes(summary.kv_bytes)}{ratio}"
+    yield "KV peak", format_bytes(summary.predicted_kv_peak_bytes)
+    arenas = f" and {format_bytes(view.arena_bytes)} of arenas" if view.arena_bytes else ""
+    budget = format_bytes(view.memory_budget_bytes)
+    yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{arenas}, of {budget}"
     estimate = view.estimate
     if estimate is None:
         yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
@@ -378,6 +368,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "plan": str(view.run.path / "plan.parquet"),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
+        "arena_bytes": view.arena_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
         "seconds": seconds,
         "answer_tokens": estimate.answer_tokens if estimate else None,

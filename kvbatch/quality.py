@@ -1,7 +1,8 @@
 """What a compressed cache costs on this very corpus: sampled rows are answered from it and judged by the full cache.
 
 Owns `stats/quality.parquet`. A sampled row is read twice: once into the compressed cache, from which it is answered as
-in the job, and once into the full cache, which is asked how likely it holds each token of that answer to be.
+in the job, and once into the full cache, which is asked how likely it holds each token of that answer to be. Of a row
+of several questions or parts one is sampled, by the seed, so that each has its rows.
 """
 
 import hashlib
@@ -213,7 +214,7 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
         rank = -int.from_bytes(key[:8], "big")  # the heap's smallest goes first
         if len(kept) == size and rank <= kept[0][0]:
             continue
-        request = _request(runner, prompts, document)
+        request = _request(runner, prompts, document, int.from_bytes(key[8:16], "big"))
         if request:
             heapq.heappush(kept, (rank, -number, str(document.row_id), request))
             if len(kept) > size:
@@ -221,8 +222,10 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
     return [(row_id, request) for _, _, row_id, request in sorted(kept, reverse=True)]
 
 
-def _request(runner: "JobRunner", prompts: "LongDocuments", document: "Document") -> "Request | None":
-    """Return a row's request, of a document that is split the first part's; None if the full cache cannot hold it."""
+def _request(
+    runner: "JobRunner", prompts: "LongDocuments", document: "Document", choice: int
+) -> "Request | None":
+    """Return a row's request, or one of several, of some part and question; None if the full cache cannot hold it."""
     from engine import Request
     from kvbatch.shard_loop import sampling_params
 
@@ -231,6 +234,6 @@ def _request(runner: "JobRunner", prompts: "LongDocuments", document: "Document"
         return None
     row_id = str(document.row_id)
     sampling = sampling_params(runner.job, runner.model.tokenizer, row_id, prompt.sampling)
-    first = prompt.requests[0]
+    chosen = prompt.requests[choice % len(prompt.requests)]
     constraint = runner.answers and runner.answers.constraint
-    return Request(0, first.token_ids, sampling, first.prefix_tokens, tuple(first.probe_ids), constraint)
+    return Request(0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), constraint)

@@ -25,10 +25,12 @@ _READ = (
     "finish_reason",
     "error_code",
     "attempts",
-    "truncation_side",
+    "outcome",
+    "n_parts",
     "dropped_tokens",
     *_SUMS,
 )
+_LONG = ("truncated", "split", "streamed")  # what became of documents that were too long
 _LAYERS_A_LINE = 4
 
 
@@ -80,7 +82,7 @@ def load_summary(path: Path) -> dict[str, Any]:
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
     """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not carried over."""
-    names = ("rows", "ok", "errors", "rejected", "carried", "truncated", "dropped_tokens", *_SUMS)
+    names = ("rows", "ok", "errors", "rejected", "carried", *_LONG, "parts", "dropped_tokens", *_SUMS)
     counts = Counter(dict.fromkeys(names, 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
@@ -91,7 +93,9 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
         statuses = _counts(rows, "status")
         counts["rows"] += len(rows)
         counts["carried"] += (rows["run_id"] != run.run_id).sum()
-        counts["truncated"] += ran["truncation_side"].count()
+        outcomes = _counts(ran, "outcome")
+        counts.update({name: outcomes[name] for name in _LONG})
+        counts["parts"] += ran.filter(ran["outcome"] == "split")["n_parts"].sum()
         counts["dropped_tokens"] += ran["dropped_tokens"].sum()
         counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
         counts.update({name: own[name].sum() for name in _SUMS})
@@ -152,6 +156,12 @@ def render(summary: dict[str, Any]) -> str:
     ]
     if s["truncated"]:
         lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
+    if s["split"]:
+        lines.append(("split", f"{s['split']:,} rows into {s['parts']:,} parts, none of them lost"))
+    if s["streamed"]:
+        lines.append(
+            ("streamed", f"{s['streamed']:,} rows, read whole and kept as far as a full context holds")
+        )
     if s["removed_chars"]:
         lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))
     if s.get("over_limits"):
@@ -184,9 +194,10 @@ def render(summary: dict[str, Any]) -> str:
             peak, mean = (
                 s[name] / s["kv_pool_bytes"] for name in ("kv_peak_bytes_measured", "kv_mean_bytes")
             )
-            lines.append(
-                ("KV pool", f"peak {peak:.1%}, mean {mean:.1%} of {format_bytes(s['kv_pool_bytes'])}")
-            )
+            text = f"peak {peak:.1%}, mean {mean:.1%} of {format_bytes(s['kv_pool_bytes'])}"
+            if arena_bytes := s["kv_allocated_bytes"] - s["kv_pool_bytes"]:
+                text += f"; beside it {format_bytes(arena_bytes)} of arenas"
+            lines.append(("KV pool", text))
         lines += _kept_lines(s)
         if s["packing_efficiency"] is not None:
             bins = counted(s["num_bins"], "bin")

@@ -1,8 +1,12 @@
 """What a row needs of the page pool: page arithmetic over its requests, before any of them runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+from engine.forecast import PlannedRow
+from kvcache.expected_pages import expected_pages
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -43,6 +47,36 @@ class RowShape:
             for tail in self.tail_tokens or (0,):
                 found.append((part + tail, self._pages(layout, part + tail, shared), shared_pages))
         return found
+
+    def planned(self, layout: "CacheLayout | CompressedLayout", answer_tokens: int) -> Iterator[PlannedRow]:
+        """Yield each request in order, as a forecast takes it; of several questions, the first reads the document.
+
+        Args:
+            answer_tokens: how long an answer will be, a partial one too.
+        """
+        num_tails = len(self.tail_tokens)
+        for number, (tokens, own, shared_pages) in enumerate(self.requests(layout)):
+            part = self.part_tokens[number // max(1, num_tails)]
+            shared = part if num_tails else self.prefix_tokens
+            if num_tails and number % num_tails == 0:
+                own, shared = own + shared_pages, 0
+            yield PlannedRow(tokens, answer_tokens, own, shared, self._pages_after(layout, tokens, shared))
+        if self.reduce_tokens:  # one level; how many more there will be is not known
+            tokens = max(1, self.reduce_tokens - len(self.part_tokens) * (self.new_tokens - answer_tokens))
+            for _ in self.tail_tokens or (0,):
+                yield PlannedRow(
+                    tokens, answer_tokens, self.reduce_pages(layout), 0, self._pages_after(layout, tokens, 0)
+                )
+
+    def _pages_after(
+        self, layout: "CacheLayout | CompressedLayout", tokens: int, shared: int
+    ) -> Callable[[int], int] | None:
+        """Return what `PlannedRow` takes: pages of a compressed cache come as they are needed."""
+        if layout is layout.uncompressed:
+            return None
+        if self.streams:
+            return partial(expected_pages, layout, self.longest_tokens, streamed_tokens=tokens)
+        return partial(expected_pages, layout, tokens, shared_tokens=shared)
 
     def reduce_pages(self, layout: "CacheLayout | CompressedLayout") -> int:
         """Return the most pages of a request over partial answers."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.forecast import SpeedFit
     from kvbatch.job_runner import JobRunner
 
-MIN_STEPS = 20  # fewer tell too little of five coefficients
+MIN_STEPS = 20  # of a run: fewer tell too little of five coefficients
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Speed:
     num_steps: int
 
 
-def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float) -> None:
-    """Keep what a run's steps tell of the speed, unless there were too few of them.
+def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps: int = MIN_STEPS) -> None:
+    """Keep what steps tell of the speed, unless there were too few of them.
 
     A cache that cannot be written costs an estimate, nothing else.
     """
-    if fit.num_steps < MIN_STEPS:
+    if fit.num_steps < min_steps:
         return
     speed = Speed(fit.coefficients(), max(1.0, running_s / fit.steps_s), fit.num_steps)
     with contextlib.suppress(OutputError):

@@ -83,6 +83,10 @@ def _tiles(s: dict[str, Any]) -> str:
         tiles.append(("packing", f"{s['packing_efficiency']:.1%}", bins))
     if s["truncated"]:
         tiles.append(("truncated", f"{s['truncated']:,}", f"{s['dropped_tokens']:,} tokens dropped"))
+    if s["split"]:
+        tiles.append(("split", f"{s['split']:,}", f"into {s['parts']:,} parts"))
+    if s["streamed"]:
+        tiles.append(("streamed", f"{s['streamed']:,}", "lossy beyond a full context"))
     cells = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
@@ -96,6 +100,8 @@ def _plots(summary: dict[str, Any], figures: dict[str, Any]) -> str:
         drawn.append(_figure("Throughput over time", plots.draw_throughput(timeline)))
         note = "reserved: of the rows that were running, up to their longest answer"
         pool = summary.get("kv_pool_bytes")
+        if pool and (arena_bytes := summary["kv_allocated_bytes"] - pool):
+            note += f"; beside the pool {format_bytes(arena_bytes)} of arenas"
         drawn.append(_figure("KV bytes over time", plots.draw_kv_bytes(timeline, pool), note))
     if lengths := figures["lengths"]:
         note = "below: the rows of each bin, which are in memory together"

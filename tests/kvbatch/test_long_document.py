@@ -11,7 +11,7 @@ from kvbatch.config import load_job
 from kvbatch.errors import JobFileError
 from kvbatch.long_document import LongDocuments, group_answers
 from kvbatch.prompt import PromptBuilder
-from kvbatch.report import load_summary
+from kvbatch.report import load_summary, render
 from kvbatch.run import run_job
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
@@ -76,6 +76,7 @@ def test_split_by_the_real_engine(job_file, around):
     assert (rows["kvb_prompt_tokens"] > plan["prompt_tokens"]).to_list() == [False, False, True, True]
     summary = load_summary(directory)
     assert summary["prompt_tokens"] == rows["kvb_prompt_tokens"].sum()
+    assert f"split        2 rows into {rows['kvb_n_parts'][2:].sum()} parts" in render(summary)
     assert summary["kv_peak_bytes_measured"] == summary["kv_peak_bytes_predicted"]
     once = run(path, "output.dir=other", "engine.max_sequences=1")[0]
     assert once["output"].to_list() == rows["output"].to_list(), "packing does not change the output"
@@ -236,7 +237,9 @@ def test_stream(job_file, around, tmp_path, tiny_model):
     assert plan["predicted_kv_bytes"][3] < 1.5 * plan["predicted_kv_bytes"][1]
     assert (rows["kvb_kv_peak_bytes"] <= plan["predicted_kv_bytes"]).all()
     summary = load_summary(directory)
-    assert summary["kv_peak_bytes_measured"] <= summary["kv_peak_bytes_predicted"]
+    assert "streamed     2 rows" in render(summary)
+    assert summary["kv_peak_bytes_measured"] == pytest.approx(summary["kv_peak_bytes_predicted"], rel=0.1)
+    assert summary["kv_peak_bytes_measured"] < summary["kv_pool_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,14 @@ def test_a_plan_is_the_same_made_anew_from_its_rows(plan, job_file, tokenizer, t
     assert replace(again, text_hashes={}) == replace(summary, text_hashes={})
     smaller = Planner(job, builder, Budget(layout, 0, 64, 3, 60), 200).replan(read_plan(tmp_path))
     assert smaller.predicted_kv_peak_bytes <= 60 * layout.page_bytes
+
+
+def test_a_forecast_reads_a_document_once_for_all_its_questions(plan, job_file):
+    keys = ["prompt.questions=[a, bb, ccc]", "prompt.template='{text} {question}'"]
+    _, rows, builder = plan([Doc("7" * 100, "r")], *keys, capacity_pages=400)
+    job = load_job(job_file([]), keys)
+    planner = Planner(job, builder, Budget(LAYOUT, 0, 64, 3, 400), 200)
+    read = planner.forecast(rows, 400, coefficients=(0, 1, 0, 0, 0)).seconds
+    assert read == rows[0]["part_tokens"][0] + sum(builder.tail_tokens)
+    answered = planner.forecast(rows, 400, answer_tokens=5, coefficients=(0, 0, 0, 1, 0)).seconds
+    assert answered == 3 * 4  # the first token of each follows from its prompt

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.budget import Budget
-from engine.forecast import PlannedRow, SpeedFit, forecast_s
+from engine.forecast import Forecast, PlannedRow, SpeedFit, forecast
 from kvbatch import planning
 from kvbatch.cli import cli
 from kvbatch.manifest import RunDirectory
@@ -151,7 +151,7 @@ def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
     budget = Budget(layout, 0, step_tokens=100, max_sequences=2, capacity_pages=4)
     rows = [PlannedRow(150, 3, 3), PlannedRow(50, 3, 1), PlannedRow(10, 1, 4)]
     # 100 of the first | its 50, and 50 of the second | two steps of both | the last, alone
-    assert forecast_s(rows, budget, (1, 0, 0, 0, 0)) == 5
-    assert forecast_s(rows, budget, (0, 1, 0, 0, 0)) == 210
-    assert forecast_s(rows, budget, (0, 0, 0, 1, 0)) == 4
-    assert forecast_s(rows[2:], budget, (0, 0, 1000, 0, 0)) == 50
+    assert forecast(rows, budget, (1, 0, 0, 0, 0)) == Forecast(5, 4)
+    assert forecast(rows, budget, (0, 1, 0, 0, 0)).seconds == 210
+    assert forecast(rows, budget, (0, 0, 0, 1, 0)).seconds == 4
+    assert forecast(rows[2:], budget, (0, 0, 1000, 0, 0)).seconds == 50

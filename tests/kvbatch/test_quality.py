@@ -16,7 +16,8 @@ from engine.teacher_forcing import answer, drift, reading
 from kvbatch.cli import cli
 from kvbatch.config import load_job
 from kvbatch.errors import LimitExceeded
-from kvbatch.run import run_job
+from kvbatch.quality import sample_requests
+from kvbatch.run import opened_job, run_job
 from kvbatch.tune import CANDIDATES
 from kvcache.config import KVCacheConfig
 from tests.engine.models.tiny_models import save_tiny_model
@@ -101,6 +102,17 @@ def test_the_sample_does_not_depend_on_the_order_of_the_rows(job_file):
 
     rows = documents(8) + [{"id": "long", "text": "x" * 3000}]  # which cannot run
     assert sampled(rows) == sampled(rows[::-1])
+
+
+def test_every_question_has_its_share_of_the_sample(job_file):
+    asking = {"template": "{text} {question}", "questions": ["What?", "Who wrote all of it?", "When?"]}
+    path = job_file(documents(12), prompt=asking, cache={"preset": "logs"}, quality_guard={"sample": 12})
+    quality = pl.read_parquet(run(path).quality)
+    assert quality["error"].null_count() == 12
+    with opened_job(load_job(path)) as runner:
+        asked = [request for _, request in sample_requests(runner, 12)]
+    tails = {tuple(request.prompt_token_ids[request.prefix_tokens :]) for request in asked}
+    assert len(tails) == 3
 
 
 def test_commands(job_file, tmp_path):
