@@ -3,8 +3,8 @@
 When few rows are left in decode, a step is mostly the reading of the model's weights, and more tokens cost little. What
 an answer copies from its prompt is then guessed and computed together with the token before it: every guess that is
 what the row would have chosen saves a step (Saxena, 2023, "Prompt lookup decoding"). The row chooses each token from
-the logits that stand before it, as ever, so nothing it says depends on guesses; a row that samples draws as often as
-without them. Decisions alone, no torch.
+the logits that stand before it, as ever, so what it says depends on guesses no more than on the rows beside it: steps
+of more tokens round otherwise. A row that samples draws as often as without them. Decisions alone, no torch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ STEP_TOKENS = 16  # of a step with guesses: where on a CPU arithmetic begins to 
 MAX_GUESSES = 7
 NGRAM_TOKENS = (3, 2)
 RETRY_STEPS = 64
+INDEXED_TOKENS = 16_384  # of a longer row the last ones: an index takes some 300 bytes a token
 
 
 class Lookup:
@@ -29,7 +30,7 @@ class Lookup:
     def __init__(self, tokens: list[int]):
         self._tokens = tokens
         self._starts: dict[tuple[int, ...], int] = {}  # of what followed an n-gram the last time
-        self._num_indexed = 0
+        self._num_indexed = max(0, len(tokens) - INDEXED_TOKENS)
         self._watched: tuple[int, ...] = ()
         self._watched_from = 0
 

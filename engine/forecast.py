@@ -111,6 +111,7 @@ class _Pages:
     def __init__(self, sequence: Sequence, row: PlannedRow, chunk_tokens: int | None):
         self._sequence, self._row, self._chunk_tokens = sequence, row, chunk_tokens
         self.num_pages = 0 if row.pages_after else row.num_pages
+        self.shares = row.shared_tokens > 0
 
     @property
     def open_chunk_tokens(self) -> int:
@@ -136,7 +137,7 @@ def forecast(
     chunk_tokens: int | None = None,
     alone: bool = False,
 ) -> Forecast:
-    """Return what the steps come to that the rows need, in their order.
+    """Return what the steps come to that the rows need, in their order; guesses (`engine.drafting`) are not foreseen.
 
     Args:
         coefficients: seconds of each of a step's parts.
@@ -153,6 +154,8 @@ def forecast(
     seconds, peak_pages = 0.0, 0
 
     def fits(pages: int) -> bool:
+        if not scheduler.running:  # it was planned, so it does: the engine gives up a prefix that nobody uses
+            return True
         num_prefills = sum(sequence.in_prefill for sequence in scheduler.running)
         return pages <= free_pages and (not budget.num_arenas or num_prefills < num_arenas)
 
@@ -182,7 +185,9 @@ def forecast(
             sequence.advance(count)
             sequence.cache.update()
         held = sum(sequence.cache.num_pages for sequence in scheduler.running)
-        peak_pages = max(peak_pages, prefix_pages + held)
+        if any(sequence.cache.shares for sequence in scheduler.running) or free_pages >= 0:
+            held += prefix_pages
+        peak_pages = max(peak_pages, held)
         for sequence, _ in advanced:
             if not sequence.in_prefill:
                 sequence.token_ids.append(0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,10 +269,11 @@ class Planner:
         if shared := max((shape.prefix_tokens for shape in shapes), default=0):
             pages_after = partial(expected_pages, layout, None) if compresses else None
             prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
+        most_tokens = inf if answer_tokens is None else answer_tokens
         requests = (
             request
             for shape in shapes
-            for request in shape.planned(layout, min(shape.new_tokens, answer_tokens or shape.new_tokens))
+            for request in shape.planned(layout, min(shape.new_tokens, most_tokens))
         )
         return forecast(
             requests,
@@ -386,7 +388,9 @@ class Planner:
                 summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
                 summary.pool_bytes = num_bytes
         if summary.peak_pages > fullest:
-            running = (row for row in rows if row["order"] is not None)
+            running = (
+                row for row in rows if row["status"] == "ok"
+            )  # others may have the order of another budget
             self._fullest_rows = sorted(running, key=itemgetter("order"))[:MAX_FORECAST_ROWS]
 
 

@@ -291,7 +291,7 @@ def _estimate(
     ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:MAX_FORECAST_ROWS]
     planner = Planner(runner.job, runner.builder, runner.budget, runner.model.config.max_context)
     pages = min(summary.peak_pages, runner.budget.capacity_pages)
-    seconds = planner.forecast(ordered, pages, round(answer_tokens), speed.coefficients).seconds
+    seconds = planner.forecast(ordered, pages, max(1, round(answer_tokens)), speed.coefficients).seconds
     scale = summary.prompt_tokens / sum(row["prompt_tokens"] for row in ordered)
     return Estimate(seconds * scale * speed.overhead, answer_tokens, basis)
 
@@ -301,8 +301,10 @@ def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
     most = runner.job.generation.max_new_tokens
     try:
         last = open_run(Path(runner.job.output_dir) / "latest").read_summary()
-        if last.get("ok") and last.get("completion_tokens"):
-            return min(most, last["completion_tokens"] / last["ok"]), "as in the last run"
+        if last.get("answers") and last.get("completion_tokens"):
+            # of every request: each part of a document has an answer to each question
+            num_answers = last["answers"] * max(1, len(runner.job.prompt.questions))
+            return min(most, last["completion_tokens"] / num_answers), "as in the last run"
     except InputError:
         pass
     try:
@@ -349,15 +351,14 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     budget = format_bytes(view.memory_budget_bytes)
     yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{arenas}, of {budget}"
     estimate = view.estimate
-    if estimate is None:
+    if estimate:
+        answers = f"{estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}"
+        yield "time", f"{_duration(estimate.seconds)}, {answers}"
+    else:
         yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
-        return
-    yield (
-        "time",
-        f"{_duration(estimate.seconds)}, {estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}",
-    )
     if price_per_hour is not None:
-        yield "cost", f"{estimate.seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour"
+        cost = f"{estimate.seconds / 3600 * price_per_hour:,.2f}" if estimate else "unknown"
+        yield "cost", f"{cost} at {price_per_hour:g} an hour"
 
 
 def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, Any]:

@@ -152,7 +152,10 @@ class QualitySample:
         from engine.budget import cache_layout
         from engine.detokenizer import Detokenizer
 
-        config: EngineConfig = replace(self._runner.engine_config, cache=policy, max_sequences=1)
+        # Guesses would come and go with the machine's load, and with them the last digits.
+        config: EngineConfig = replace(
+            self._runner.engine_config, cache=policy, max_sequences=1, prompt_lookup=False
+        )
         try:
             layout = cache_layout(self._decoder.config, config, self._decoder.dtype.itemsize)
             pages = max(

@@ -82,7 +82,18 @@ def load_summary(path: Path) -> dict[str, Any]:
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
     """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not carried over."""
-    names = ("rows", "ok", "errors", "rejected", "carried", *_LONG, "parts", "dropped_tokens", *_SUMS)
+    names = (
+        "rows",
+        "ok",
+        "errors",
+        "rejected",
+        "carried",
+        *_LONG,
+        "parts",
+        "answers",
+        "dropped_tokens",
+        *_SUMS,
+    )
     counts = Counter(dict.fromkeys(names, 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
@@ -96,6 +107,8 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
         outcomes = _counts(ran, "outcome")
         counts.update({name: outcomes[name] for name in _LONG})
         counts["parts"] += ran.filter(ran["outcome"] == "split")["n_parts"].sum()
+        done = own.filter(own["status"] == "ok")["n_parts"]
+        counts["answers"] += done.sum() + (done > 1).sum()  # to each question; partial ones are then joined
         counts["dropped_tokens"] += ran["dropped_tokens"].sum()
         counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
         counts.update({name: own[name].sum() for name in _SUMS})

@@ -89,7 +89,7 @@ def _at_the_end(
     for number, page_format in enumerate(layout.tiers[:-1]):
         if page_format != layout.whole and tail >= (number + 1) * TIER_PAGE_TOKENS:  # filled up from the last
             kept[number] += _REST_TOKENS
-            kept[-1] -= _REST_TOKENS
+            kept[-1] = max(0.0, kept[-1] - _REST_TOKENS)
             rests[number] = 0.0
     full, rest = _pages(layout, kept, rests)
     if layout.fills_pages(prompt_tokens) and tail:

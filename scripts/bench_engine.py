@@ -51,6 +51,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         memory_budget_bytes=resolve_budget(args.memory, device),
         step_tokens=args.step_tokens,
         max_sequences=args.max_sequences,
+        prompt_lookup=not args.no_prompt_lookup,
         cache=KVCacheConfig.preset(
             args.preset, overlap={"auto": None, "on": True, "off": False}[args.overlap]
         ),
@@ -172,6 +173,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--max-sequences", type=int, default=64, help="most rows at once (default 64)")
     p.add_argument("--memory", default="4GiB", help='for keys and values: "4GiB", "60%%" (default 4GiB)')
     p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    p.add_argument("--no-prompt-lookup", action="store_true", help="guess nothing in the tail")
     p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
     p.add_argument("--out", type=Path, help="write the generated token ids here")
     return p.parse_args(argv)

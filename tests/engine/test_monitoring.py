@@ -40,7 +40,8 @@ def requests(shared: int = 0) -> list[Request]:
 
 @pytest.mark.parametrize("cache", [KVCacheConfig(), LOSSY], ids=["none", "lossy"])
 def test_samples_are_what_the_pool_held_after_each_step(model, cache):
-    llm = LLM(model, EngineConfig(60_000_000, cache=cache, max_sequences=3, step_tokens=100), as_text)
+    config = EngineConfig(60_000_000, cache=cache, max_sequences=3, step_tokens=100, prompt_lookup=False)
+    llm = LLM(model, config, as_text)
     original, expected = llm.runner.execute, []
 
     def execute(plan):

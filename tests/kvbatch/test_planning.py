@@ -135,6 +135,10 @@ def test_the_time_is_known_once_something_ran(job_file, tmp_path, monkeypatch):
     assert found["seconds"] > 0 and found["cost"] == pytest.approx(found["seconds"])
     assert found["answer_tokens"] == 30
     assert "tokens an answer, as in the calibration" in call("plan", path)
+    # what is known of one cache says nothing of another
+    for key in ("cache.preset=none", "cache.chunk_size=128"):
+        text = call("plan", path, "--what-if", key, "--price-per-hour", "3600")
+        assert ("unknown at 3600 an hour" in text) == (key != "cache.preset=none")
 
 
 def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
@@ -155,3 +159,9 @@ def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
     assert forecast(rows, budget, (0, 1, 0, 0, 0)).seconds == 210
     assert forecast(rows, budget, (0, 0, 0, 1, 0)).seconds == 4
     assert forecast(rows[2:], budget, (0, 0, 1000, 0, 0)).seconds == 50
+
+
+def test_a_prefix_that_nobody_uses_makes_room():
+    budget = Budget(CacheLayout(1, 1, 8, 4), 0, step_tokens=100, max_sequences=2, capacity_pages=4)
+    rows = [PlannedRow(50, 1, 1, shared_tokens=20), PlannedRow(60, 1, 4)]
+    assert forecast(rows, budget, (0, 1, 0, 0, 0), prefix=PlannedRow(20, 0, 2)) == Forecast(90, 4)
