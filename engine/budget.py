@@ -27,7 +27,8 @@ ARENA_RATIO = 0.25
 
 @dataclass(frozen=True)
 class Budget:
-    """What the byte budget was divided into. `capacity_pages` is what rows may hold at once.
+    """What the byte budget was divided into. `capacity_pages` is what rows may hold at once, `num_logits` after how
+    many tokens of a step the next one may be chosen.
 
     Arenas are for compressing policies: `num_arenas` sequences of `arena_tokens` tokens are in prefill at once. Where
     compression runs beside the model (`overlaps_compression`), they hold one chunk more.
@@ -41,6 +42,7 @@ class Budget:
     arena_tokens: int = 0
     num_arenas: int = 0
     overlaps_compression: bool = False
+    num_logits: int = 0
 
     @property
     def arena_bytes(self) -> int:
@@ -98,12 +100,14 @@ def divide_budget(
     limit = int(config.memory_budget_bytes * WORKSPACE_RATIO)
     step_tokens = max(MIN_STEP_TOKENS, min(config.step_tokens, limit // token_bytes))
     # Logits are float32 and only of the sequences that sample; a quarter of the step keeps room for prefill.
-    max_sequences = max(
-        1, min(config.max_sequences, step_tokens // 4 * 3, limit // (4 * model.vocab_size) or 1)
-    )
+    most_logits = max(1, limit // (4 * model.vocab_size))
+    max_sequences = max(1, min(config.max_sequences, step_tokens // 4 * 3, most_logits))
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
-    filled_up = ALONE_DECODES if config.deterministic else STEP_TOKENS if config.prompt_lookup else 0
-    num_logits = max(max_sequences, filled_up)
+    num_logits = max_sequences
+    if config.deterministic:
+        num_logits = max(num_logits, ALONE_DECODES)
+    elif config.prompt_lookup:  # as far as there is room
+        num_logits = max(num_logits, min(STEP_TOKENS, most_logits))
     workspace_bytes = workspace_tokens * token_bytes + num_logits * 4 * model.vocab_size
     overlaps = overlaps_compression(config.cache, device)
     if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:
@@ -122,7 +126,15 @@ def divide_budget(
     if config.pool_pages is not None:
         pages = min(pages, config.pool_pages)
     return Budget(
-        layout, workspace_bytes, step_tokens, max_sequences, pages, arena_tokens, num_arenas, overlaps
+        layout,
+        workspace_bytes,
+        step_tokens,
+        max_sequences,
+        pages,
+        arena_tokens,
+        num_arenas,
+        overlaps,
+        num_logits,
     )
 
 

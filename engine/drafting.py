@@ -113,12 +113,16 @@ class Drafter:
 
     How many guesses come true is seen whether they are computed or not; what they cost, only when they are.
 
+    Args:
+        num_logits: after how many tokens of a step the next one may be chosen.
+
     Attributes:
         drafted_tokens: guesses computed.
         accepted_tokens: of these, those that were chosen and saved a step.
     """
 
-    def __init__(self):
+    def __init__(self, num_logits: int):
+        self._step_tokens = min(STEP_TOKENS, num_logits)
         self.drafted_tokens = self.accepted_tokens = 0
         self._share = Mean()  # of the guesses that come true
         self._gates: dict[int, Gate] = {}  # by the number of rows
@@ -126,9 +130,9 @@ class Drafter:
     def draft(self, plan: StepPlan) -> StepPlan:
         """Return the plan with guesses behind the tokens of those rows that have some, if that pays."""
         num_rows = len(plan.decodes)
-        if plan.chunks or not 0 < num_rows <= STEP_TOKENS // 2:
+        if plan.chunks or not 0 < num_rows <= self._step_tokens // 2:
             return plan
-        most = min(MAX_GUESSES, STEP_TOKENS // num_rows - 1)
+        most = min(MAX_GUESSES, self._step_tokens // num_rows - 1)
         drafts = [Draft(sequence, self._guess(sequence, most)) for sequence in plan.decodes]
         num_expected = self._share.value * sum(len(draft.guesses) for draft in drafts)
         opens = self._gate(num_rows).opens(num_rows, num_expected)

@@ -63,7 +63,9 @@ class LLM:
         self.prefixes = PrefixCache(
             self.cache, self.budget.layout, self.runner, self.budget.step_tokens, self.monitor.speed
         )
-        self.drafter = Drafter() if config.prompt_lookup and not config.deterministic else None
+        self.drafter: Drafter | None = None
+        if config.prompt_lookup and not config.deterministic:
+            self.drafter = Drafter(self.budget.num_logits)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
         self._totals = dict.fromkeys(

@@ -202,7 +202,7 @@ def plan_of(tokens: list[int]) -> StepPlan:
 @pytest.mark.parametrize("repeats", [True, False])
 def test_a_text_that_does_not_repeat_itself_is_not_guessed(repeats):
     """A step with guesses takes twice as long. Pairs of tokens come again in either text."""
-    draw, drafter, num_drafts = random.Random(1), Drafter(), 0
+    draw, drafter, num_drafts = random.Random(1), Drafter(STEP_TOKENS), 0
     plan = plan_of([0, 1, 2, 3])
     tokens = plan.decodes[0].token_ids
     for step in range(140):
