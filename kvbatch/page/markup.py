@@ -97,7 +97,9 @@ def _tiles(s: dict[str, Any]) -> str:
 def _plots(summary: dict[str, Any], figures: dict[str, Any]) -> str:
     drawn = []
     if timeline := figures["timeline"]:
-        drawn.append(_figure("Throughput over time", plots.draw_throughput(timeline)))
+        failed = (summary.get("drafted_tokens") or 0) - (summary.get("accepted_tokens") or 0)
+        note = f"tokens computed, {failed:,} of them guesses that did not come true" if failed else ""
+        drawn.append(_figure("Throughput over time", plots.draw_throughput(timeline), note))
         note = "reserved: of the rows that were running, up to their longest answer"
         pool = summary.get("kv_pool_bytes")
         if pool and (arena_bytes := summary["kv_allocated_bytes"] - pool):
