@@ -199,7 +199,7 @@ class CompressedCache:
         """
         self._seen.clear()
         slots, recent = self.recent.open_slots(num_tokens), self.recent
-        older = [(part.format, part.addresses, part.counts) for part in self.lists[:-1]]
+        older = self.page_lists[:-1]
         lists = [
             [*older, (recent.format, recent.addresses, recent.counts_with(n))]
             for n in range(1, num_tokens + 1)
