@@ -6,19 +6,25 @@ from types import ModuleType
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 from engine.native.int8 import quantise_weight
+from engine.native.packed import PackedWeight
 from kvcache.quant import fold_value_rotation
 
 
 def rotate_values(layer: LayerWeights, config: ModelConfig) -> None:
     """Let the layer make its values in the rotated basis (`kvcache.quant.rotation`), and take them so; in place."""
+    weights = layer.qkv.weight, layer.output.weight
+    qkv, output = (w.dense() if isinstance(w, PackedWeight) else w for w in weights)
     fold_value_rotation(
-        layer.qkv.weight,
-        layer.output.weight,
+        qkv,
+        output,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         qkv_bias=layer.qkv.bias,
     )
+    for weight, rotated in zip(weights, (qkv, output), strict=True):
+        if isinstance(weight, PackedWeight):
+            weight.copy_(rotated)
 
 
 def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:

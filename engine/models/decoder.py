@@ -18,6 +18,7 @@ from engine.models.convert import rotate_values, to_int8
 from engine.models.rope import moved_keys, rope_tables
 from engine.models.weights import LayerWeights, Projection, Weights, load_weights
 from engine.native.int8 import Int8Rows, Int8Weight
+from engine.native.packed import PackedWeight
 from engine.native.registry import layer_kernels
 from kvcache.quant import rotation
 
@@ -39,8 +40,8 @@ class Decoder:
             is_rotated: the weights make values in the rotated basis.
         """
         self.config = config
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
+        self.dtype = weights.norm.dtype
+        self.device = weights.norm.device
         self.is_rotated = is_rotated
         self.weight_bytes = sum(tensor.nbytes for tensor in _tensors(weights))
         self._weights = weights
@@ -53,7 +54,7 @@ class Decoder:
     def output_weights(self) -> Iterator[Tensor]:
         """The attention's output projection of every layer, `[hidden, H D]`."""
         weights = (layer.output.weight for layer in self._weights.layers)
-        return (w.dequantised() if isinstance(w, Int8Weight) else w for w in weights)
+        return (w if isinstance(w, Tensor) else w.dense() for w in weights)
 
     def move_keys(self, keys: Tensor, offsets: Tensor) -> Tensor:
         """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""
@@ -92,7 +93,8 @@ class Decoder:
         """
         config, kernels, eps = self.config, self._kernels, self.config.norm_eps
         cos, sin = self._cos[positions], self._sin[positions]  # [T, D / 2]
-        hidden = F.embedding(token_ids, self._weights.embedding)
+        embedding = self._weights.embedding
+        hidden = embedding.rows(token_ids) if isinstance(embedding, PackedWeight) else embedding[token_ids]
         for index, layer in enumerate(self._weights.layers):
             normed = self._rows("normed", layer.qkv, len(hidden))
             kernels.rms_norm(hidden, layer.attention_norm, eps, normed)
@@ -118,7 +120,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:  # [N, hidden] -> float32 [N, vocab]
         """Return the scores of every vocabulary entry for each row."""
-        return F.linear(hidden, self._weights.head).float()
+        head = self._weights.head
+        if isinstance(head, Tensor):
+            return F.linear(hidden, head).float()
+        out = torch.empty(len(hidden), head.shape[0])
+        self._kernels.float_product(hidden, head, out)
+        return out
 
     def _qkv(
         self, normed: Tensor | Int8Rows, layer: LayerWeights, cos: Tensor, sin: Tensor
@@ -139,22 +146,16 @@ class Decoder:
         return qkv.split(heads, dim=1)
 
     def _project(self, name: str, x: Tensor | Int8Rows, projection: Projection) -> Tensor:
-        """Multiply into the workspace: [T, in] -> [T, out].
-
-        Dense weights stay as loaded, since no other form was clearly faster. SmolLM2-135M's shapes in
-        float32, one AVX2 core of a busy machine, GFLOP/s at 256 and 512 tokens | at 12 tokens: mm(out=)
-        78 to 92 | 48 to 59, linear 79 to 90 | 37 to 55, a transposed copy 81 to 93 | 39 to 60, MKL's
-        packed weights 79 to 92 | 37 to 54, oneDNN's 73 to 82 | 39 to 55 (two other runs had oneDNN ahead
-        at 12 on gate-up, by 7 and 29 %). The one clear gain is the vocabulary's matrix at 2 to 32 rows
-        (12 rows: 26 ms dense, 16 ms by oneDNN); it is left, for the packed copy would double a tied
-        embedding.
-        """
+        """Multiply into the workspace: [T, in] -> [T, out]."""
         weight, bias = projection.weight, projection.bias
         if isinstance(x, Int8Rows):
             out = self._buffer(name, len(x.codes), weight.shape[0])
             self._kernels.int8_product(x, weight, out, bias=bias)
             return out
         out = self._buffer(name, len(x), weight.shape[0])
+        if isinstance(weight, PackedWeight):
+            self._kernels.float_product(x, weight, out, bias=bias)
+            return out
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
@@ -168,7 +169,10 @@ class Decoder:
                 self._kernels.quantise_rows(dense.contiguous(), x)
             self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
             return
-        residual.addmm_(x, weight.t())
+        if isinstance(weight, PackedWeight):
+            self._kernels.float_product(x.contiguous(), weight, residual, adds=True)
+        else:
+            residual.addmm_(x, weight.t())
         if bias is not None:
             residual.add_(bias)
 
@@ -208,33 +212,40 @@ def load_model(
         UnsupportedModelError: the engine cannot run it; the message names why.
         ModelError: its files are missing, corrupt or contradict each other.
     """
+    assert weight_quant in (None, "int8"), weight_quant
     config = ModelConfig.from_pretrained(path, max_context=max_context, trust_remote_code=trust_remote_code)
-    load = partial(load_weights, Path(path), config, dtype=dtype, device=torch.device(device))
-    if weight_quant is None:
-        return Decoder(config, load())
-    assert weight_quant == "int8", weight_quant
-    kernels = layer_kernels(config, torch.device(device))
-    weights = load(convert=partial(to_int8, config=config, kernels=kernels))
-    return Decoder(config, weights, is_rotated=True)
+    device = torch.device(device)
+    kernels = layer_kernels(config, device)
+    weights = load_weights(
+        Path(path),
+        config,
+        dtype=dtype,
+        device=device,
+        panel=kernels.float_panel() if dtype == torch.float32 else 0,
+        convert=partial(to_int8, config=config, kernels=kernels) if weight_quant else None,
+    )
+    return Decoder(config, weights, is_rotated=bool(weight_quant))
 
 
 def _tensors(weights: Weights) -> list[Tensor]:
     """Return every tensor of the weights, a tied one once."""
-    tensors = [weights.embedding, weights.norm]
+    tensors = _parts(weights.embedding) + [weights.norm]
     if weights.head is not weights.embedding:
-        tensors.append(weights.head)
+        tensors += _parts(weights.head)
     for layer in weights.layers:
         for part in vars(layer).values():
             tensors += _parts(part)
     return tensors
 
 
-def _parts(part: Tensor | Projection | Int8Weight | None) -> list[Tensor]:
+def _parts(part: Tensor | Projection | PackedWeight | Int8Weight | None) -> list[Tensor]:
     match part:
         case Tensor():
             return [part]
         case Projection():
             return _parts(part.weight) + _parts(part.bias)
+        case PackedWeight():
+            return [part.panels]
         case Int8Weight():
             return [part.codes, part.scales, part.starts]
     return []

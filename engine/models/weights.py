@@ -5,7 +5,7 @@ load never holds the model twice. Every shape is checked before anything is copi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.models.config import ModelConfig, read_json
 from engine.native.int8 import Int8Weight
+from engine.native.packed import PackedWeight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 class Projection:
     """One linear layer; several of the checkpoint's matrices may be stacked in it."""
 
-    weight: Tensor | Int8Weight  # [out, in]
+    weight: Tensor | PackedWeight | Int8Weight  # [out, in]
     bias: Tensor | None  # [out], float32 beside int8
 
 
@@ -49,10 +50,10 @@ class LayerWeights:
 class Weights:
     """All weights of a decoder; `head` is `embedding` itself where the two are tied."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | PackedWeight  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]
+    head: Tensor | PackedWeight  # [vocab, hidden]
 
 
 class Checkpoint:
@@ -106,9 +107,23 @@ class Checkpoint:
         """Copy the named tensors below one another into a new tensor of the type and place of `like`."""
         rows = [shapes[name][0] for name in names]
         out = like.new_empty((sum(rows), *shapes[names[0]][1:]))
-        for name, part in zip(names, out.split(rows), strict=True):
-            part.copy_(self._owner[name].get_tensor(name))
+        self._fill(out.split(rows), names)
         return out
+
+    def packed(
+        self, names: list[str], shapes: dict[str, tuple[int, ...]], like: Tensor, panel: int
+    ) -> Tensor | PackedWeight:
+        """Do as `stacked`, in panels, unless they are 0 or some matrix is not a whole number of them wide."""
+        rows = [shapes[name][0] for name in names]
+        if not panel or any(count % panel for count in rows):
+            return self.stacked(names, shapes, like)
+        out = PackedWeight(like.new_empty(sum(rows) // panel, shapes[names[0]][1], panel))
+        self._fill(out.split(rows), names)
+        return out
+
+    def _fill(self, parts: Sequence[Tensor | PackedWeight], names: list[str]) -> None:
+        for part, name in zip(parts, names, strict=True):
+            part.copy_(self._owner[name].get_tensor(name))
 
     def _open(self, file: Path) -> None:
         try:
@@ -141,12 +156,15 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    convert: Callable[[LayerWeights], LayerWeights] = lambda layer: layer,
+    panel: int = 0,
+    convert: Callable[[LayerWeights], LayerWeights] | None = None,
 ) -> Weights:
     """Load a model's weights in the given type.
 
     Args:
-        convert: applied to each layer as it is loaded, so that no more than one lies in memory in both forms.
+        panel: outputs that lie side by side in packed matrices; 0 packs none.
+        convert: applied to each layer, which then is not packed, as it is loaded, so that no more than one lies in
+            memory in both forms.
 
     Raises:
         ModelError: the files are missing or corrupt, or do not fit the configuration.
@@ -161,7 +179,8 @@ def load_weights(
 
         def projection(*names: str) -> Projection:
             has_bias = f"{names[0]}.bias" in shapes
-            weight = tensor(*(f"{name}.weight" for name in names))
+            matrices = [f"{name}.weight" for name in names]
+            weight = checkpoint.packed(matrices, shapes, like, 0 if convert else panel)
             return Projection(weight, tensor(*(f"{name}.bias" for name in names)) if has_bias else None)
 
         def layer(index: int) -> LayerWeights:
@@ -178,12 +197,14 @@ def load_weights(
                 down=projection(f"{mlp}.down_proj"),
             )
 
-        embedding = tensor("model.embed_tokens.weight")
+        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        head = checkpoint.packed([name], shapes, like, panel)
+        layers = map(layer, range(config.num_layers))
         return Weights(
-            embedding=embedding,
-            layers=tuple(convert(layer(index)) for index in range(config.num_layers)),
+            embedding=head if config.tie_embeddings else tensor("model.embed_tokens.weight"),
+            layers=tuple(map(convert, layers) if convert else layers),
             norm=tensor("model.norm.weight"),
-            head=embedding if config.tie_embeddings else tensor("lm_head.weight"),
+            head=head,
         )
 
 

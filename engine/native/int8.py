@@ -41,7 +41,7 @@ class Int8Weight:
         """Return the codes as a matrix, int8 `[width, depth]`."""
         return self.codes.transpose(1, 2).reshape(-1, self.depth)[: self.width]
 
-    def dequantised(self) -> Tensor:
+    def dense(self) -> Tensor:
         """Return the matrix in float32."""
         return self.unpacked() * self.scales[: self.width, None]
 

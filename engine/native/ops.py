@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.native.int8 import Int8Rows, Int8Weight
+from engine.native.packed import PackedWeight
 from kvcache.kernels.cpu import build
 
 _HERE = Path(__file__).parent
@@ -23,6 +24,7 @@ _SIGNATURES = {
     "kvb_quantise_rows": "iplippi",
     "kvb_rotate": "iplliiippppfii",
     "kvb_int8_product": "ippppppliipii",
+    "kvb_float_product": "pppliipii",
 }
 
 
@@ -111,6 +113,28 @@ def rotate(
     if turn is not None and not is_hadamard:
         qk = qkv[:, : num_q + num_k]
         qk.copy_(qk.float() @ turn)
+
+
+def float_panel() -> int:
+    """See `torch_twin.float_panel`."""
+    return library().kvb_float_panel()
+
+
+def float_product(
+    x: Tensor, weight: PackedWeight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
+) -> None:
+    """See `torch_twin.float_product`."""
+    (width, depth), num_rows = weight.shape, len(x)
+    for tensor in (x, weight.panels, out):
+        _check(tensor, (torch.float32,))
+    assert weight.panels.shape[2] == float_panel()
+    assert x.shape == (num_rows, depth) and out.shape == (num_rows, width)
+    if bias is not None:
+        _check(bias, (torch.float32,))
+        assert bias.shape == (width,) and not adds
+    library().kvb_float_product(
+        *map(_at, (x, weight.panels, bias)), num_rows, depth, width, _at(out), adds, torch.get_num_threads()
+    )
 
 
 def int8_panel() -> int:

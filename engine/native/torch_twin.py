@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native.int8 import Int8Rows, Int8Weight
+from engine.native.packed import PackedWeight
 
 _EXACT_DEPTH = 1024  # sums of so many products of int8 are integers that float32 holds exactly
 
@@ -60,6 +61,24 @@ def rotate(
         first, second = x.chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
         part.copy_(x if turn is None else x @ turn)
+
+
+def float_panel() -> int:
+    """Return how many outputs of float32 weights are computed side by side; 0: dense weights are as good."""
+    return 0
+
+
+def float_product(
+    x: Tensor,  # [T, depth]
+    weight: PackedWeight,
+    out: Tensor,  # [T, width]
+    *,
+    bias: Tensor | None = None,  # [width]
+    adds: bool = False,
+) -> None:
+    """Multiply, with or without bias; or add to what is in `out`."""
+    product = F.linear(x, weight.dense(), bias)
+    out.copy_(out + product if adds else product)
 
 
 def int8_panel() -> int:

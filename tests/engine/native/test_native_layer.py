@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.native import ops, torch_twin
 from engine.native.int8 import Int8Rows, quantise_weight
+from engine.native.packed import PackedWeight, pack_weight
 from kvcache.kernels.cpu import build
 from kvcache.quant import rotation
 
@@ -138,9 +139,47 @@ def test_products_of_raised_inputs_are_exact_too(tmp_path, monkeypatch):
     check_product(70, 136, 1096, torch.bfloat16, 1, False, False)
 
 
+@pytest.mark.skipif(ops.library() is None or not ops.float_panel(), reason="torch multiplies floats here")
+@given(
+    num_rows=st.integers(1, 210),
+    num_panels=st.integers(1, 20),
+    depth=st.integers(1, 1300),
+    seed=st.integers(0, 100),
+    form=st.sampled_from(("plain", "bias", "adds")),
+)
+@settings(max_examples=40, deadline=None)
+def test_float_products_are_the_twins_and_a_row_is_the_same_among_any(
+    num_rows, num_panels, depth, seed, form
+):
+    x, weight = (make((n, depth), torch.float32, seed) for n in (num_rows, 16 * num_panels))
+    packed = pack_weight(weight, ops.float_panel())
+    bias = make((len(weight),), torch.float32, seed) if form == "bias" else None
+
+    def product(x: torch.Tensor, module=ops, dtype=torch.float32) -> torch.Tensor:
+        out = torch.ones(len(x), len(weight), dtype=dtype)
+        arguments = [part if part is None else part.to(dtype) for part in (x, bias)]
+        module.float_product(
+            arguments[0], PackedWeight(packed.panels.to(dtype)), out, bias=arguments[1], adds=form == "adds"
+        )
+        return out
+
+    out, exact = product(x), product(x, torch_twin, torch.float64)
+    # what rounding each addition can cost at most
+    assert bool(((out - exact).abs() <= 6e-8 * (depth + 2) * (x.abs() @ weight.abs().T + 10)).all())
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(product(x), out)
+    finally:
+        torch.set_num_threads(before)
+    row = seed % num_rows
+    assert torch.equal(product(x[row : row + 1]), out[row : row + 1])
+    assert torch.equal(packed.dense(), weight) and torch.equal(packed.rows(torch.tensor([0])), weight[:1])
+
+
 def test_weights_come_back_as_they_were_packed():
     weight = make((40, 24), torch.float32, 0)
     packed = quantise_weight(weight, 16)
     assert packed.shape == (40, 24) and packed.codes.shape == (3, 6, 16, 4)
     step = weight.abs().amax(1, keepdim=True) / 127
-    assert bool(((packed.dequantised() - weight).abs() <= step * 0.5001).all())
+    assert bool(((packed.dense() - weight).abs() <= step * 0.5001).all())
