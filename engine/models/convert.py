@@ -36,7 +36,9 @@ def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> La
 
     def convert(projection: Projection) -> Projection:
         bias = None if projection.bias is None else projection.bias.float()
-        return Projection(quantise_weight(projection.weight, kernels.int8_panel()), bias)
+        return Projection(
+            quantise_weight(projection.weight, kernels.int8_panel(), kernels.int8_group()), bias
+        )
 
     names = ("qkv", "output", "gate_up", "down")
     return replace(layer, **{name: convert(getattr(layer, name)) for name in names})

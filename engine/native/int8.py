@@ -19,10 +19,11 @@ class Int8Rows:
 class Int8Weight:
     """A matrix of weights: an output's numbers are its codes times its scale.
 
-    Codes lie as kernels read them, four inputs of a panel's outputs behind each other; the last panel may be padded.
+    Codes lie as kernels read them, a group of inputs of each of a panel's outputs behind each other; the last panel
+    may be padded.
     """
 
-    codes: Tensor  # int8 [panels, depth / 4, panel, 4]
+    codes: Tensor  # int8 [panels, depth / group, panel, group]
     scales: Tensor  # float32 [panels × panel]
     starts: Tensor  # int32 [panels × panel], -128 times the sum of an output's codes
     width: int  # outputs
@@ -30,7 +31,7 @@ class Int8Weight:
     @property
     def depth(self) -> int:
         """Number of inputs."""
-        return self.codes.shape[1] * 4
+        return self.codes.shape[1] * self.codes.shape[3]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,16 +47,17 @@ class Int8Weight:
         return self.unpacked() * self.scales[: self.width, None]
 
 
-def quantise_weight(weight: Tensor, panel: int) -> Int8Weight:
+def quantise_weight(weight: Tensor, panel: int, group: int) -> Int8Weight:
     """Round a matrix `[width, depth]` to int8, each output's largest number to 127.
 
     Args:
         panel: outputs that the kernel computes side by side.
+        group: inputs that it multiplies at once.
     """
     width, depth = weight.shape
-    assert depth % 4 == 0
+    assert depth % group == 0
     weight = F.pad(weight.float(), (0, 0, 0, -width % panel))
     scales = weight.abs().amax(1) / 127
     codes = (weight / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    packed = codes.view(-1, panel, depth // 4, 4).transpose(1, 2).contiguous()
+    packed = codes.view(-1, panel, depth // group, group).transpose(1, 2).contiguous()
     return Int8Weight(packed, scales, codes.sum(1, dtype=torch.int32) * -128, width)

@@ -142,13 +142,18 @@ def int8_panel() -> int:
     return library().kvb_int8_panel()
 
 
+def int8_group() -> int:
+    """See `torch_twin.int8_group`."""
+    return library().kvb_int8_group()
+
+
 def int8_product(
     x: Int8Rows, weight: Int8Weight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
 ) -> None:
     """See `torch_twin.int8_product`."""
     num_rows = len(x.codes)
     _check(out, _DTYPES)
-    assert weight.codes.shape[2] == int8_panel() and weight.width % 8 == 0
+    assert weight.codes.shape[2:] == (int8_panel(), int8_group()) and weight.width % 8 == 0
     assert x.codes.shape == (num_rows, weight.depth) and out.shape == (num_rows, weight.width)
     if bias is not None:
         _check(bias, (torch.float32,))

@@ -3,18 +3,13 @@
 // The weights lie in panels of PANEL outputs; a panel holds, for every input, its outputs' numbers side by side
 // (engine/native/packed.py). An output is summed in the order of its inputs, one fused multiplication and addition at a
 // time, however rows and panels are shared out: a row's result depends on nothing but the row.
-#include <algorithm>
-
 #include "elements.h"
-#include "parallel.h"
+#include "panels.h"
 
 namespace {
 
-constexpr int PANEL = 16;
-constexpr int TILE_ROWS = 6;           // 6 × 2 sums, 2 numbers of weights and 1 of a row: of AVX2's 16 registers
-constexpr int DEPTH = 576;             // inputs at once: 36 KB of a panel stay in reach of the first-level cache
-constexpr int TASK_ROWS = 16 * TILE_ROWS;
-constexpr int TASK_BYTES = 160 << 10;  // of panels: beside TASK_ROWS rows they stay in the second-level cache
+constexpr int PANEL = 16;   // 6 × 2 sums, 2 numbers of weights and 1 of a row: of AVX2's 16 registers
+constexpr int DEPTH = 576;  // inputs at once: 36 KB of a panel stay near the first-level cache
 
 // out[i] = start[i] + x[i] . panel, for ROWS rows.
 template <int ROWS>
@@ -47,43 +42,25 @@ struct Product {
   const float* x;       // [rows, depth]
   const float* panels;  // [width / PANEL, depth, PANEL]
   const float* bias;    // [width] or null
-  int64_t num_rows;
   int depth, width;
   float* out;  // [rows, width]
   bool adds;   // to what is there; without bias
 
-  int panels_per_task() const { return std::max(1, TASK_BYTES / (PANEL * depth * 4)); }
-  int64_t num_groups() const { return (width / PANEL + panels_per_task() - 1) / panels_per_task(); }
-  int64_t num_blocks() const { return (num_rows + TASK_ROWS - 1) / TASK_ROWS; }
-
   int state() const { return 0; }
 
-  // Tasks that follow each other share their panels.
-  void operator()(int, int64_t task) const {
-    const int64_t first = task % num_blocks() * TASK_ROWS, end = std::min(num_rows, first + TASK_ROWS);
-    const int panel = (int)(task / num_blocks()) * panels_per_task();
-    const int last = std::min(panel + panels_per_task(), width / PANEL);
+  void operator()(int, const Task& task) const {
     for (int k = 0; k < depth; k += DEPTH)
-      for (int p = panel; p < last; p++) {
-        int64_t row = first;
-        for (; row + TILE_ROWS <= end; row += TILE_ROWS) run<TILE_ROWS>(row, p, k);
-        rest<TILE_ROWS - 1>(row, end, p, k);
-      }
+      for (int panel = task.panel; panel < task.last; panel++)
+        by_tile(task.first, task.end, [&](auto rows, int64_t row) { run<decltype(rows)::value>(row, panel, k); });
   }
 
   template <int ROWS>
-  void rest(int64_t row, int64_t end, int p, int k) const {
-    if (end - row == ROWS) return run<ROWS>(row, p, k);
-    if constexpr (ROWS > 1) rest<ROWS - 1>(row, end, p, k);
-  }
-
-  template <int ROWS>
-  void run(int64_t row, int p, int k) const {
+  void run(int64_t row, int panel, int k) const {
     static const float zeros[PANEL] = {};
-    float* to = out + row * width + p * PANEL;
+    float* to = out + row * width + panel * PANEL;
     const bool goes_on = adds || k > 0;
-    tile<ROWS>(x + row * depth + k, depth, panels + ((int64_t)p * depth + k) * PANEL, std::min(DEPTH, depth - k),
-               goes_on ? to : bias ? bias + p * PANEL : zeros, goes_on ? width : 0, to, width);
+    tile<ROWS>(x + row * depth + k, depth, panels + ((int64_t)panel * depth + k) * PANEL, std::min(DEPTH, depth - k),
+               goes_on ? to : bias ? bias + panel * PANEL : zeros, goes_on ? width : 0, to, width);
   }
 };
 
@@ -102,8 +79,8 @@ int kvb_float_panel() {
 
 void kvb_float_product(const float* x, const float* panels, const float* bias, int64_t num_rows, int depth, int width,
                        float* out, int adds, int threads) {
-  Product work = {x, panels, bias, num_rows, depth, width, out, adds != 0};
-  parallel(work.num_blocks() * work.num_groups(), threads, work);
+  const Product work = {x, panels, bias, depth, width, out, adds != 0};
+  Sharing<Product>(work, num_rows, width / PANEL, 4 * PANEL * depth, threads);
 }
 
 }

@@ -86,6 +86,11 @@ def int8_panel() -> int:
     return 8
 
 
+def int8_group() -> int:
+    """Return how many inputs are multiplied at once; here it does not matter."""
+    return 4
+
+
 def int8_product(
     x: Int8Rows,  # [T, depth]
     weight: Int8Weight,

@@ -103,7 +103,9 @@ def check_product(num_rows, width, depth, dtype, seed, bias, adds) -> None:
     bias = make((width,), torch.float32, seed) if bias else None
     outs = [make((num_rows, width), dtype, seed + 1) for _ in range(2)]
     for module, out in zip((ops, torch_twin), outs, strict=True):
-        module.int8_product(x, quantise_weight(weight, module.int8_panel()), out, bias=bias, adds=adds)
+        module.int8_product(
+            x, quantise_weight(weight, module.int8_panel(), module.int8_group()), out, bias=bias, adds=adds
+        )
     assert torch.equal(*outs)
 
 
@@ -123,7 +125,7 @@ def test_int8_products_are_exactly_the_twins(**case):
 
 def test_int8_sums_do_not_saturate():
     extreme = torch.full((5, 4096), 127, dtype=torch.int8)
-    weight = quantise_weight(torch.full((8, 4096), -1.0), ops.int8_panel())
+    weight = quantise_weight(torch.full((8, 4096), -1.0), ops.int8_panel(), ops.int8_group())
     out = torch.empty(5, 8)
     ops.int8_product(Int8Rows(extreme, torch.ones(5)), weight, out)
     assert torch.equal(out, torch.full((5, 8), -127.0 * 127 * 4096) * weight.scales[:8])
@@ -179,7 +181,7 @@ def test_float_products_are_the_twins_and_a_row_is_the_same_among_any(
 
 def test_weights_come_back_as_they_were_packed():
     weight = make((40, 24), torch.float32, 0)
-    packed = quantise_weight(weight, 16)
+    packed = quantise_weight(weight, 16, 4)
     assert packed.shape == (40, 24) and packed.codes.shape == (3, 6, 16, 4)
     step = weight.abs().amax(1, keepdim=True) / 127
     assert bool(((packed.dense() - weight).abs() <= step * 0.5001).all())
