@@ -1,8 +1,9 @@
 """Measure every CPU kernel against torch and against what the machine can do, as a table or as JSON.
 
 Prefill is measured in GFLOP/s of its two products beside torch's scaled_dot_product_attention over dense keys and
-values; its ceiling is a square matrix product in the same dtype. The other kernels are measured in GB/s of what they
-read, or, unpacking, write; their ceiling is a copy of more memory than the caches hold, reading and writing counted.
+values, the layers' matrix products beside torch.mm; their ceiling is a square product of 1,024 in the same dtype, by
+torch or by kvbatch, whichever is faster. The other kernels are measured in GB/s of what they read, or, unpacking,
+write; their ceiling is a copy of more memory than the caches hold, reading and writing counted.
 Contenders run in turn, a row's figures in the same seconds, and the best of each counts, so other work on the machine
 hurts them alike. With one thread the time is the processor's, which leaves out what others took of it.
 """
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.native import ops as layer_ops
+from engine.native.int8 import Int8Rows, quantise_weight
+from engine.native.packed import pack_weight
 from kvbatch.model import resolve_dtype
 from kvcache.kernels import torch_twin
 from kvcache.kernels.cpu import build, ops
@@ -28,7 +32,8 @@ from kvcache.page_rows import PageRows
 from kvcache.quant import quantise_pages
 
 PAGE_TOKENS = 64
-KERNELS = ("prefill", "decode", "quantise", "unpack")
+KERNELS = ("product", "prefill", "decode", "quantise", "unpack")
+NUM_MATRICES = 24  # of a layer, one after the other: more than the caches hold
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,16 @@ class Bench:
         side = 1024
         self._factors = torch.randn(2, side, side).to(self.dtype)
         self._product_flop = 2 * side**3
+        panel = layer_ops.float_panel() if self.dtype == torch.float32 else 0
+        self._packed = pack_weight(self._factors[1].contiguous(), panel) if panel else None
         self._memory = torch.zeros(2, 32 * 2**20)  # 128 MiB each
 
     def rows_of(self, kernels: Sequence[str]) -> Iterator[Row]:
         packed = [name for name, kind in self.formats.items() if not kind.whole]
+        for num_rows in (self.rows, self.chunk, 1024) if "product" in kernels else ():
+            if self._packed:
+                yield self.product(num_rows)
+            yield self.int8_product(num_rows)
         if "prefill" in kernels:
             yield self.whole_prompt()
         for kernel, measure, names in (
@@ -74,13 +85,47 @@ class Bench:
             for name in names if kernel in kernels else ():
                 yield measure(name)
 
+    def product(self, num_rows: int) -> Row:
+        x, out, weights = self._layers(num_rows)
+        packed = [pack_weight(weight, layer_ops.float_panel()) for weight in weights]
+        return self._products(
+            f"product, {num_rows:,} rows, float32",
+            (x, out, weights),
+            lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
+        )
+
+    def int8_product(self, num_rows: int) -> Row:
+        """Measure what multiplies codes; torch gets numbers."""
+        x, out, weights = self._layers(num_rows)
+        codes = Int8Rows(torch.empty(x.shape, dtype=torch.int8), torch.empty(num_rows))
+        layer_ops.quantise_rows(x, codes)
+        panel, group = layer_ops.int8_panel(), layer_ops.int8_group()
+        packed = [quantise_weight(weight, panel, group) for weight in weights]
+        return self._products(
+            f"product, {num_rows:,} rows, int8",
+            (x, out, weights),
+            lambda: [layer_ops.int8_product(codes, weight, out) for weight in packed],
+        )
+
+    def _layers(self, num_rows: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return rows, room for their products, and matrices four times as wide as deep."""
+        depth = self.heads * self.dim
+        x, out = torch.randn(num_rows, depth), torch.empty(num_rows, 4 * depth)
+        weights = torch.randn(NUM_MATRICES, 4 * depth, depth)
+        return x.to(self.dtype), out.to(self.dtype), list(weights.to(self.dtype))
+
+    def _products(self, kernel: str, given: tuple[Tensor, Tensor, list[Tensor]], ours: Callable) -> Row:
+        x, out, weights = given
+        flop = 2 * out.numel() * x.shape[1] * len(weights)
+        return self._arithmetic(kernel, flop, ours, lambda: [torch.mm(x, w.t(), out=out) for w in weights])
+
     def whole_prompt(self) -> Row:
         q = torch.randn(self.tokens, self.heads, self.dim).to(self.dtype)
         keys, values = torch.randn(2, self.lanes, self.tokens, self.dim).to(self.dtype)
         dense = self._dense(keys, values)
         return self._arithmetic(
             f"prefill, prompt of {self.tokens:,}",
-            self.tokens * (self.tokens + 1) / 2,
+            self._attention_flop(self.tokens * (self.tokens + 1) / 2),
             lambda: ops.prefill_attention(
                 q, None, keys, values, scale=self.dim**-0.5, num_threads=self.threads
             ),
@@ -97,7 +142,7 @@ class Bench:
         dense = self._dense(torch.cat([older[0], keys], 1), torch.cat([older[1], values], 1))
         return self._arithmetic(
             f"prefill, {self.chunk} behind {name}",
-            self.chunk * (past + (self.chunk + 1) / 2),
+            self._attention_flop(self.chunk * (past + (self.chunk + 1) / 2)),
             lambda: ops.prefill_attention(
                 q, table, keys, values, scale=self.dim**-0.5, num_threads=self.threads
             ),
@@ -152,13 +197,18 @@ class Bench:
         """Return keys and values `[1, H, N, D]`, each query head's own."""
         return [x.repeat_interleave(self.heads // self.lanes, 0)[None] for x in (keys, values)]
 
-    def _arithmetic(self, kernel: str, pairs: float, ours: Callable, theirs: Callable) -> Row:
-        """Measure what looks at so many pairs of query and key."""
-        flop = 4 * pairs * self.heads * self.dim
-        product = torch.empty_like(self._factors[0])
-        times = self._race(ours, theirs, lambda: torch.mm(*self._factors, out=product))
-        work = (flop, flop, self._product_flop)
-        return Row(kernel, "GFLOP/s", *(w / t / 1e9 for w, t in zip(work, times, strict=True)))
+    def _attention_flop(self, pairs: float) -> float:
+        """Return what looking at so many pairs of query and key takes."""
+        return 4 * pairs * self.heads * self.dim
+
+    def _arithmetic(self, kernel: str, flop: float, ours: Callable, theirs: Callable) -> Row:
+        x, out = self._factors[0], torch.empty_like(self._factors[0])
+        ceilings = [lambda: torch.mm(x, self._factors[1].t(), out=out)]
+        if self._packed:
+            ceilings.append(lambda: layer_ops.float_product(x, self._packed, out))
+        our_s, their_s, *ceilings_s = self._race(ours, theirs, *ceilings)
+        rates = (flop / our_s, flop / their_s, self._product_flop / min(ceilings_s))
+        return Row(kernel, "GFLOP/s", *(rate / 1e9 for rate in rates))
 
     def _traffic(self, kernel: str, num_bytes: int, ours: Callable, theirs: Callable) -> Row:
         """Measure what moves so many bytes; torch is given as many for the same work."""
