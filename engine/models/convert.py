@@ -6,25 +6,32 @@ from types import ModuleType
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 from engine.native.int8 import quantise_weight
-from engine.native.packed import PackedWeight
+from engine.native.packed import PackedWeight, pack_weight
 from kvcache.quant import fold_value_rotation
 
 
-def rotate_values(layer: LayerWeights, config: ModelConfig) -> None:
-    """Let the layer make its values in the rotated basis (`kvcache.quant.rotation`), and take them so; in place."""
-    weights = layer.qkv.weight, layer.output.weight
-    qkv, output = (w.dense() if isinstance(w, PackedWeight) else w for w in weights)
+def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
+    """Return the layer with values in the rotated basis (`kvcache.quant.rotation`), as it makes and as it takes them.
+
+    Dense weights and the bias are changed in place.
+    """
+    names = ("qkv", "output")
+    weights = [getattr(layer, name).weight for name in names]
+    dense = [w.dense() if isinstance(w, PackedWeight) else w for w in weights]
     fold_value_rotation(
-        qkv,
-        output,
+        *dense,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         qkv_bias=layer.qkv.bias,
     )
-    for weight, rotated in zip(weights, (qkv, output), strict=True):
-        if isinstance(weight, PackedWeight):
-            weight.copy_(rotated)
+    rotated = (
+        pack_weight(d, w.panel) if isinstance(w, PackedWeight) else w
+        for w, d in zip(weights, dense, strict=True)
+    )
+    return replace(
+        layer, **{n: Projection(w, getattr(layer, n).bias) for n, w in zip(names, rotated, strict=True)}
+    )
 
 
 def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:
@@ -32,7 +39,7 @@ def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> La
 
     Values are rotated first, since int8 weights can no more be; it also spreads their outliers.
     """
-    rotate_values(layer, config)
+    layer = rotate_values(layer, config)
 
     def convert(projection: Projection) -> Projection:
         bias = None if projection.bias is None else projection.bias.float()

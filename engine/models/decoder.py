@@ -6,6 +6,7 @@ workspace, kept between calls: fresh memory costs page faults, which on a CPU ar
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -70,8 +71,8 @@ class Decoder:
         Values are rotated by the weights, queries and keys by the pass that rotates them by position.
         """
         if not self.is_rotated:
-            for layer in self._weights.layers:
-                rotate_values(layer, self.config)
+            layers = tuple(rotate_values(layer, self.config) for layer in self._weights.layers)
+            self._weights = replace(self._weights, layers=layers)
             self.is_rotated = True
 
     @torch.inference_mode()

@@ -117,7 +117,9 @@ class Checkpoint:
         rows = [shapes[name][0] for name in names]
         if not panel or any(count % panel for count in rows):
             return self.stacked(names, shapes, like)
-        out = PackedWeight(like.new_empty(sum(rows) // panel, shapes[names[0]][1], panel))
+        is_bf16 = all(self._owner[name].get_slice(name).get_dtype() == "BF16" for name in names)
+        dtype = torch.bfloat16 if is_bf16 else like.dtype
+        out = PackedWeight.empty(sum(rows), shapes[names[0]][1], panel, dtype)
         self._fill(out.split(rows), names)
         return out
 

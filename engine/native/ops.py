@@ -24,7 +24,7 @@ _SIGNATURES = {
     "kvb_quantise_rows": "iplippi",
     "kvb_rotate": "iplliiippppfii",
     "kvb_int8_product": "ippppppliipii",
-    "kvb_float_product": "pppliipii",
+    "kvb_float_product": "ipppliipii",
 }
 
 
@@ -125,15 +125,23 @@ def float_product(
 ) -> None:
     """See `torch_twin.float_product`."""
     (width, depth), num_rows = weight.shape, len(x)
-    for tensor in (x, weight.panels, out):
+    for tensor in (x, out):
         _check(tensor, (torch.float32,))
-    assert weight.panels.shape[2] == float_panel()
+    _check(weight.panels, _DTYPES)
+    assert weight.panel == float_panel()
     assert x.shape == (num_rows, depth) and out.shape == (num_rows, width)
     if bias is not None:
         _check(bias, (torch.float32,))
         assert bias.shape == (width,) and not adds
     library().kvb_float_product(
-        *map(_at, (x, weight.panels, bias)), num_rows, depth, width, _at(out), adds, torch.get_num_threads()
+        _is_bf16(weight.panels),
+        *map(_at, (x, weight.panels, bias)),
+        num_rows,
+        depth,
+        width,
+        _at(out),
+        adds,
+        torch.get_num_threads(),
     )
 
 

@@ -1,4 +1,4 @@
-// Products of float32 rows with packed float32 weights. Flat C functions for ctypes; checks are in ops.py.
+// Products of float32 rows with packed weights. Flat C functions for ctypes; checks are in ops.py.
 //
 // The weights lie in panels of PANEL outputs; a panel holds, for every input, its outputs' numbers side by side
 // (engine/native/packed.py). An output is summed in the order of its inputs, one fused multiplication and addition at a
@@ -11,9 +11,22 @@ namespace {
 constexpr int PANEL = 16;   // 6 × 2 sums, 2 numbers of weights and 1 of a row: of AVX2's 16 registers
 constexpr int DEPTH = 576;  // inputs at once: 36 KB of a panel stay near the first-level cache
 
+// A panel's weights for one input.
+void read(const float* p, f32x8& low, f32x8& high) {
+  low = load(p);
+  high = load(p + 8);
+}
+
+void read(const bf16* p, f32x8& low, f32x8& high) {
+  u32x8 both;
+  memcpy(&both, p, sizeof both);
+  low = (f32x8)(both << 16);
+  high = (f32x8)(both & 0xffff0000u);
+}
+
 // out[i] = start[i] + x[i] . panel, for ROWS rows.
-template <int ROWS>
-__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const float* panel, int depth,
+template <int ROWS, class Weight>
+__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const Weight* panel, int depth,
                                     const float* start, int64_t start_stride, float* out, int64_t out_stride) {
   f32x8 sums[ROWS][2];
 #pragma GCC unroll 6
@@ -23,7 +36,9 @@ __attribute__((noinline)) void tile(const float* x, int64_t x_stride, const floa
   }
 #pragma GCC unroll 4
   for (int k = 0; k < depth; k++, panel += PANEL) {
-    const f32x8 low = rounded(load(panel)), high = rounded(load(panel + 8));  // in registers, for all rows
+    f32x8 low, high;
+    read(panel, low, high);
+    low = rounded(low), high = rounded(high);  // in registers, for all rows
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; i++) {
       const f32x8 number = x[i * x_stride + k] - f32x8{};  // not +, which would make 0 of -0 and so cost an addition
@@ -38,10 +53,11 @@ __attribute__((noinline)) void tile(const float* x, int64_t x_stride, const floa
   }
 }
 
+template <class Weight>
 struct Product {
-  const float* x;       // [rows, depth]
-  const float* panels;  // [width / PANEL, depth, PANEL]
-  const float* bias;    // [width] or null
+  const float* x;        // [rows, depth]
+  const Weight* panels;  // [width / PANEL, depth, PANEL]
+  const float* bias;     // [width] or null
   int depth, width;
   float* out;  // [rows, width]
   bool adds;   // to what is there; without bias
@@ -59,10 +75,17 @@ struct Product {
     static const float zeros[PANEL] = {};
     float* to = out + row * width + panel * PANEL;
     const bool goes_on = adds || k > 0;
-    tile<ROWS>(x + row * depth + k, depth, panels + ((int64_t)panel * depth + k) * PANEL, std::min(DEPTH, depth - k),
+    tile<ROWS, Weight>(x + row * depth + k, depth, panels + ((int64_t)panel * depth + k) * PANEL, std::min(DEPTH, depth - k),
                goes_on ? to : bias ? bias + panel * PANEL : zeros, goes_on ? width : 0, to, width);
   }
 };
+
+template <class Weight>
+void product(const float* x, const void* panels, const float* bias, int64_t num_rows, int depth, int width, float* out,
+             bool adds, int threads) {
+  const Product<Weight> work = {x, (const Weight*)panels, bias, depth, width, out, adds};
+  Sharing<Product<Weight>>(work, num_rows, width / PANEL, PANEL * depth * sizeof(Weight), threads);
+}
 
 }  // namespace
 
@@ -77,10 +100,9 @@ int kvb_float_panel() {
 #endif
 }
 
-void kvb_float_product(const float* x, const float* panels, const float* bias, int64_t num_rows, int depth, int width,
-                       float* out, int adds, int threads) {
-  const Product work = {x, panels, bias, depth, width, out, adds != 0};
-  Sharing<Product>(work, num_rows, width / PANEL, 4 * PANEL * depth, threads);
+void kvb_float_product(int is_bf16, const float* x, const void* panels, const float* bias, int64_t num_rows, int depth,
+                       int width, float* out, int adds, int threads) {
+  (is_bf16 ? product<bf16> : product<float>)(x, panels, bias, num_rows, depth, width, out, adds != 0, threads);
 }
 
 }

@@ -77,7 +77,7 @@ def float_product(
     adds: bool = False,
 ) -> None:
     """Multiply, with or without bias; or add to what is in `out`."""
-    product = F.linear(x, weight.dense(), bias)
+    product = F.linear(x, weight.dense().to(x.dtype), bias)
     out.copy_(out + product if adds else product)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.native import ops, torch_twin
 from engine.native.int8 import Int8Rows, quantise_weight
-from engine.native.packed import PackedWeight, pack_weight
+from engine.native.packed import pack_weight
 from kvcache.kernels.cpu import build
 from kvcache.quant import rotation
 
@@ -148,21 +148,22 @@ def test_products_of_raised_inputs_are_exact_too(tmp_path, monkeypatch):
     depth=st.integers(1, 1300),
     seed=st.integers(0, 100),
     form=st.sampled_from(("plain", "bias", "adds")),
+    is_bf16=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_float_products_are_the_twins_and_a_row_is_the_same_among_any(
-    num_rows, num_panels, depth, seed, form
+    num_rows, num_panels, depth, seed, form, is_bf16
 ):
     x, weight = (make((n, depth), torch.float32, seed) for n in (num_rows, 16 * num_panels))
-    packed = pack_weight(weight, ops.float_panel())
+    if is_bf16:
+        weight = weight.bfloat16().float()
+    packed = pack_weight(weight, ops.float_panel(), torch.bfloat16 if is_bf16 else torch.float32)
     bias = make((len(weight),), torch.float32, seed) if form == "bias" else None
 
     def product(x: torch.Tensor, module=ops, dtype=torch.float32) -> torch.Tensor:
         out = torch.ones(len(x), len(weight), dtype=dtype)
-        arguments = [part if part is None else part.to(dtype) for part in (x, bias)]
-        module.float_product(
-            arguments[0], PackedWeight(packed.panels.to(dtype)), out, bias=arguments[1], adds=form == "adds"
-        )
+        x, added = (part if part is None else part.to(dtype) for part in (x, bias))
+        module.float_product(x, packed, out, bias=added, adds=form == "adds")
         return out
 
     out, exact = product(x), product(x, torch_twin, torch.float64)
@@ -176,7 +177,9 @@ def test_float_products_are_the_twins_and_a_row_is_the_same_among_any(
         torch.set_num_threads(before)
     row = seed % num_rows
     assert torch.equal(product(x[row : row + 1]), out[row : row + 1])
-    assert torch.equal(packed.dense(), weight) and torch.equal(packed.rows(torch.tensor([0])), weight[:1])
+    assert torch.equal(packed.dense(), weight)
+    index = torch.tensor([0, len(weight) - 1, 9])
+    assert torch.equal(packed.rows(index), weight[index])
 
 
 def test_weights_come_back_as_they_were_packed():
