@@ -26,7 +26,7 @@ class PackedWeight:
     @property
     def panel(self) -> int:
         """Outputs in a panel."""
-        return self.panels[0, 0].numel()
+        return self.panels.shape[2] * self.panels.shape[3]
 
     @property
     def shape(self) -> tuple[int, int]:

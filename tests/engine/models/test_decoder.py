@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models import ModelConfig, load_model
 from engine.native import torch_twin
+from engine.native.registry import layer_kernels
 from kvcache.quant import rotation
-from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 
 LLAMA3 = {
     "factor": 4.0,
@@ -88,6 +89,27 @@ def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
         expected = reference(torch.arange(20)[None]).logits[0]
     error = (decoder.logits(hidden) - expected).norm() / expected.norm()
     assert error < 0.02
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_bf16_weights_of_a_float32_model_are_kept_as_they_are(tmp_path: Path, is_tied: bool) -> None:
+    model = tiny_model("llama", vocab_size=208, tie_word_embeddings=is_tied, mlp_bias=True)
+    with torch.no_grad():
+        expected = model(torch.arange(187, 207)[None]).logits[0]
+    outs, sizes = [], []
+    for dtype in (torch.float32, torch.bfloat16):  # the tiny model's weights are exact in both
+        model.to(dtype).save_pretrained(tmp_path / str(dtype))
+        decoder = load_model(tmp_path / str(dtype), dtype=torch.float32)
+        sizes.append(decoder.weight_bytes)
+        for _ in range(2):
+            hidden = decoder.forward(torch.arange(187, 207), torch.arange(20), dense_attend)
+            outs.append((hidden, decoder.logits(hidden)))
+            decoder.rotate_heads()
+    for out, again in zip(outs[:2], outs[2:], strict=True):
+        assert all(map(torch.equal, out, again))
+    torch.testing.assert_close(outs[0][1], expected, rtol=1e-4, atol=1e-4)
+    is_packed = layer_kernels(decoder.config, decoder.device).float_panel()
+    assert sizes[1] < 0.7 * sizes[0] if is_packed else sizes[1] == sizes[0]
 
 
 @pytest.mark.parametrize(
