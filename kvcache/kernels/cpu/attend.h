@@ -79,11 +79,25 @@ struct Rounded {
     factors.resize(heads);
   }
 
-  // Rounds x * scale, none above `largest` in magnitude, to words that start at `to`.
-  void round(int head, const float* x, const float* scale, int to, int count, float largest, float top) {
-    const float inverse = largest > 0 ? top / largest : 0;
-    for (int i = 0; i < count; i += 8) store_words(&words[to + i], load(x + i) * load(scale + i) * inverse);
-    factors[head] = largest / top;
+  // Rounds x * scale of G heads, the largest of a head to `top`.
+  template <int G>
+  void round(int first, const float* x, int x_stride, const float* scale, int stride, int count, float top) {
+    f32x8 largest[G] = {};
+    for (int i = 0; i < count; i += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) largest[g] = larger(largest[g], magnitude(load(x + g * x_stride + i) * load(scale + i)));
+    float inverse[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      const float most = max_of(largest[g]);
+      inverse[g] = most > 0 ? top / most : 0;
+      factors[first + g] = most * (1 / top);
+    }
+    int16_t* to = &words[first * stride];
+    for (int i = 0; i < count; i += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++)
+        store_words(to + g * stride + i, load(x + g * x_stride + i) * load(scale + i) * inverse[g]);
   }
 };
 
@@ -95,7 +109,7 @@ static inline float top_word(int bits, int count) {
 // Packed pages: scores[g * stride + t] = q[g] . codes[t] * factors[g] + bias[g], for t < count rounded up to eights; q
 // in the order of the codes' vectors.
 template <class Codes, int G>
-static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
+__attribute__((noinline)) static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
                         const float* bias, float* scores, int stride, Soon soon) {
   const int row_bytes = Codes::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
@@ -133,7 +147,7 @@ static void score_words(const uint8_t* codes, int count, int dim, const int16_t*
 // Packed pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t] * factors[g], in the
 // order of the codes' vectors.
 template <class Codes, int HALF, int G>
-static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
+__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
                              const float* factors, const float* decay, float* out, int width) {
   const int row_bytes = Codes::row_bytes(dim);
   i32x8 sums[G][4] = {};
@@ -173,7 +187,7 @@ class Attention {
   Attention(int heads, int dim, int page_tokens)
       : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), width_((dim + 63) / 64 * 64), query_(heads * dim),
         sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), channels_(width_), scales_(stride_),
-        minima_(stride_), decay_(heads), bias_(heads), minimum_(heads) {
+        minima_(stride_), decay_(round_up(heads)), page_sum_(heads), bias_(heads), minimum_(heads) {
     rounded_.resize(heads, std::max(width_, stride_));
   }
 
@@ -268,9 +282,11 @@ class Attention {
   static void sort(float* x, int count) {
     for (int i = 0; i < count; i += 8 * Codes::WIDTH) {
       f32x8 unit[Codes::WIDTH];
-      memcpy(unit, x + i, sizeof unit);
+#pragma GCC unroll 8
+      for (int v = 0; v < Codes::WIDTH; v++) unit[v] = load(x + i + 8 * v);
       sort_by_remainder<Codes::WIDTH>(unit);
-      memcpy(x + i, unit, sizeof unit);
+#pragma GCC unroll 8
+      for (int v = 0; v < Codes::WIDTH; v++) store(x + i + 8 * v, unit[v]);
     }
   }
 
@@ -298,14 +314,9 @@ class Attention {
     std::fill(&channels_[0] + dim_, &channels_[0] + width, 0.f);
     sort<Codes>(channels_.data(), width);
     const float top = top_word(f.key_bits, dim_);
-    for (int g = 0; g < heads_; g++) {
-      f32x8 largest = {};
-      for (int i = 0; i < width; i += 8) {
-        const f32x8 x = load(&sorted_[g * width + i]) * load(&channels_[i]);
-        largest = larger(largest, larger(x, -x));
-      }
-      rounded_.round(g, &sorted_[g * width], channels_.data(), g * width, width, max_of(largest), top);
-    }
+    for_heads([&](auto group, int g) {
+      rounded_.round<decltype(group)::value>(g, &sorted_[g * width], width, channels_.data(), width, width, top);
+    });
     return width;
   }
 
@@ -320,19 +331,40 @@ class Attention {
         for (int t = 0; t < padded; t += 8) store(s + t, load(s + t) * load(&scales_[t]));
       std::fill(s + page.count, s + padded, -1e30f);
       if (kept) std::copy(s, s + page.count, kept + g * kept_stride);
-      f32x8 best = splat(max_[g]);
-      for (int t = 0; t < padded; t += 8) best = larger(best, load(s + t));
-      const float max = max_of(best);
-      f32x8 sum = {};
-      for (int t = 0; t < padded; t += 8) {
-        f32x8 p = exp2_of(load(s + t) - max);
-        sum += p;
-        store(s + t, p);
-      }
-      decay_[g] = exp2_of(max_[g] - max);
-      max_[g] = max;
-      sum_[g] = sum_[g] * decay_[g] + sum_of(sum);
+    }
+    for_heads([&](auto group, int g) { exponentiate<decltype(group)::value>(g, padded); });
+    for (int g = 0; g < heads_; g += 8) store(&decay_[g], exp2_of(load(&decay_[g])));
+    for (int g = 0; g < heads_; g++) {
+      sum_[g] = sum_[g] * decay_[g] + page_sum_[g];
       minimum_[g] *= decay_[g];
+    }
+  }
+
+  // Scores of heads [first, first + G) to weights; the logarithm of what older weights decay by goes to decay_.
+  template <int G>
+  void exponentiate(int first, int count) {
+    float* s = &scores_[first * stride_];
+    f32x8 best[G], sum[G] = {};
+    float max[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) best[g] = splat(max_[first + g]);
+    for (int t = 0; t < count; t += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) best[g] = larger(best[g], load(s + g * stride_ + t));
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) max[g] = max_of(best[g]);
+    for (int t = 0; t < count; t += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        const f32x8 p = exp2_of(load(s + g * stride_ + t) - max[g]);
+        sum[g] += p;
+        store(s + g * stride_ + t, p);
+      }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      decay_[first + g] = max_[first + g] - max[g];
+      max_[first + g] = max[g];
+      page_sum_[first + g] = sum_of(sum[g]);
     }
   }
 
@@ -342,16 +374,17 @@ class Attention {
     read_halves(page.base + page.format->value_scales, page.count, scales_.data());
     read_halves(page.base + page.format->value_minima, page.count, minima_.data());
     const float top = top_word(page.format->value_bits, page.format->page_tokens);
-    for (int g = 0; g < heads_; g++) {
-      f32x8 minimum = {}, largest = {};
-      for (int t = 0; t < padded; t += 8) {
-        f32x8 p = load(&scores_[g * stride_ + t]);
-        minimum += p * load(&minima_[t]);
-        largest = larger(largest, p * load(&scales_[t]));
-      }
-      minimum_[g] += sum_of(minimum);
-      rounded_.round(g, &scores_[g * stride_], scales_.data(), g * stride_, padded, max_of(largest), top);
-    }
+    for_heads([&](auto group, int first) {
+      constexpr int G = decltype(group)::value;
+      const float* s = &scores_[first * stride_];
+      f32x8 minimum[G] = {};
+      for (int t = 0; t < padded; t += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) minimum[g] += load(s + g * stride_ + t) * load(&minima_[t]);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) minimum_[first + g] += sum_of(minimum[g]);
+      rounded_.round<G>(first, s, stride_, scales_.data(), stride_, padded, top);
+    });
   }
 
   // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
@@ -366,7 +399,8 @@ class Attention {
   const int heads_, dim_, stride_, width_;
   int sorted_bits_ = 0;      // key bits that sorted_, the query, is sorted for
   bool transposed_ = false;  // sums_ are
-  std::vector<float> query_, sorted_, scores_, sums_, channels_, scales_, minima_, decay_, bias_, minimum_;
+  std::vector<float> query_, sorted_, scores_, sums_, channels_, scales_, minima_, decay_, page_sum_, bias_,
+      minimum_;
   Rounded rounded_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
 };

@@ -122,6 +122,8 @@ static inline f32x8 larger(f32x8 a, f32x8 b) {
 #endif
 }
 
+static inline f32x8 magnitude(f32x8 x) { return (f32x8)((u32x8)x & 0x7fffffffu); }
+
 static inline float max_of(f32x8 x) {
   x = larger(x, f32x8{x[4], x[5], x[6], x[7]});
   return larger(larger(x[0], x[1]), larger(x[2], x[3]));

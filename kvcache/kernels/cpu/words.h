@@ -37,6 +37,11 @@ static inline u16x16 widened_halves(const uint8_t* a, const uint8_t* b) {
 #endif
 }
 
+// Even words of a, odd words of b.
+static inline u16x16 alternate(u16x16 a, u16x16 b) {
+  return __builtin_shufflevector(a, b, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+}
+
 // Eight numbers of each in turn, as words.
 template <class Number>
 static inline u16x16 in_turn(const Number* a, const Number* b) {
@@ -47,6 +52,13 @@ static inline u16x16 in_turn(const Number* a, const Number* b) {
 template <int N>
 constexpr int backwards(int v) {
   return N == 4 ? v % 2 * 2 + v / 2 : v % 2 * 4 + v / 2 % 2 * 2 + v / 4;
+}
+
+// Bits [shift, shift + BITS) of every word.
+template <int BITS>
+static inline u16x16 field(u16x16 words, int shift) {
+  constexpr uint16_t mask = (1 << BITS) - 1;
+  return shift + BITS < 16 ? words >> shift & mask : words >> shift;
 }
 
 template <int BITS>
@@ -61,7 +73,7 @@ struct Words<8> {
   struct Keys {
     u16x16 words;
     Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return v ? words >> 8 : words & 255; }
+    u16x16 codes(int v) const { return field<8>(words, 8 * v); }
   };
 
   template <int HALF>
@@ -81,7 +93,7 @@ struct Words<4> {
   struct Keys {
     u16x16 words;
     Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return words >> 4 * backwards<4>(v) & 15; }
+    u16x16 codes(int v) const { return field<4>(words, 4 * backwards<4>(v)); }
   };
 
   template <int HALF>
@@ -91,9 +103,9 @@ struct Words<4> {
       u32x8 x, y;
       memcpy(&x, a + 32 * (slice / 2), sizeof x);
       memcpy(&y, b + 32 * (slice / 2), sizeof y);
-      words = (u16x16)(HALF ? x >> 16 | (y & 0xffff0000u) : (x & 0xffffu) | y << 16);
+      words = HALF ? alternate((u16x16)(x >> 16), (u16x16)y) : alternate((u16x16)x, (u16x16)(y << 16));
     }
-    u16x16 codes(int v) const { return words >> 4 * v & 15; }
+    u16x16 codes(int v) const { return field<4>(words, 4 * v); }
   };
 };
 
@@ -106,7 +118,7 @@ struct Words<2> {
   struct Keys {
     u16x16 words;
     Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return words >> 2 * backwards<8>(v) & 3; }
+    u16x16 codes(int v) const { return field<2>(words, 2 * backwards<8>(v)); }
   };
 
   template <int HALF>
@@ -114,7 +126,7 @@ struct Words<2> {
     u16x16 words;
     Values(const uint8_t* a, const uint8_t* b, int, int slice)
         : words(in_turn((const uint16_t*)a + 8 * (slice / 2), (const uint16_t*)b + 8 * (slice / 2))) {}
-    u16x16 codes(int v) const { return words >> (8 * HALF + 2 * v) & 3; }
+    u16x16 codes(int v) const { return field<2>(words, 8 * HALF + 2 * v); }
   };
 };
 
@@ -134,7 +146,7 @@ struct Words<3> {
     u16x16 codes(int v) const {
       const int c = backwards<8>(v) % 4;
       const u16x16 both = (low >> 2 * c & 0x0303) | ((c < 2 ? top << (2 - c) : top >> (c - 2)) & 0x0404);
-      return v % 2 ? both >> 8 : both & 255;
+      return field<8>(both, 8 * (v % 2));
     }
   };
 
