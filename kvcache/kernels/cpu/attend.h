@@ -79,25 +79,10 @@ struct Rounded {
     factors.resize(heads);
   }
 
-  // Rounds x * scale of G heads, the largest of a head to `top`.
-  template <int G>
-  void round(int first, const float* x, int x_stride, const float* scale, int stride, int count, float top) {
-    f32x8 largest[G] = {};
-    for (int i = 0; i < count; i += 8)
-#pragma GCC unroll 4
-      for (int g = 0; g < G; g++) largest[g] = larger(largest[g], magnitude(load(x + g * x_stride + i) * load(scale + i)));
-    float inverse[G];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; g++) {
-      const float most = max_of(largest[g]);
-      inverse[g] = most > 0 ? top / most : 0;
-      factors[first + g] = most * (1 / top);
-    }
-    int16_t* to = &words[first * stride];
-    for (int i = 0; i < count; i += 8)
-#pragma GCC unroll 4
-      for (int g = 0; g < G; g++)
-        store_words(to + g * stride + i, load(x + g * x_stride + i) * load(scale + i) * inverse[g]);
+  // Returns what to multiply a head's numbers by before they are rounded, the largest then being `top`.
+  float settle(int head, float largest, float top) {
+    factors[head] = largest * (1 / top);
+    return largest > 0 ? top / largest : 0;
   }
 };
 
@@ -186,8 +171,8 @@ class Attention {
  public:
   Attention(int heads, int dim, int page_tokens)
       : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), width_((dim + 63) / 64 * 64), query_(heads * dim),
-        sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), channels_(width_), scales_(stride_),
-        minima_(stride_), decay_(round_up(heads)), page_sum_(heads), bias_(heads), minimum_(heads) {
+        sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), scales_(std::max(width_, stride_)),
+        minima_(std::max(width_, stride_)), decay_(heads), bias_(heads), minimum_(heads) {
     rounded_.resize(heads, std::max(width_, stride_));
   }
 
@@ -244,7 +229,7 @@ class Attention {
         score<Codes, decltype(group)::value>(page.keys, page.count, dim_, &query_[g * dim_], &scores_[g * stride_],
                                              stride_, soon);
       });
-      soften(page, kept, kept_stride);
+      soften<false>(page, kept, kept_stride);
       for_heads([&](auto group, int g) {
         accumulate<Codes, decltype(group)::value>(page.values, page.count, dim_, &scores_[g * stride_], stride_,
                                                   &decay_[g], &sums_[g * width_], width_);
@@ -265,8 +250,7 @@ class Attention {
                                                    g == 0 ? soon : Soon{nullptr, 0});
       });
     });
-    soften(page, kept, kept_stride);
-    fold_value_scales(page);
+    soften<true>(page, kept, kept_stride);
     transpose(f.value_bits < 8);
     with_words(f.value_bits, [&](auto codes) {
       for_heads([&](auto group, int g) {
@@ -304,87 +288,102 @@ class Attention {
       }
       sort<Codes>(sorted_.data(), heads_ * width);
     }
-    read_halves(page.base + f.key_minima, dim_, channels_.data());
-    for (int g = 0; g < heads_; g++) {
-      f32x8 bias = {};
-      for (int d = 0; d < dim_; d += 8) bias += load(&query_[g * dim_ + d]) * load(&channels_[d]);
-      bias_[g] = sum_of(bias);
-    }
-    read_halves(page.base + f.key_scales, dim_, channels_.data());
-    std::fill(&channels_[0] + dim_, &channels_[0] + width, 0.f);
-    sort<Codes>(channels_.data(), width);
+    read_halves(page.base + f.key_minima, dim_, minima_.data());
+    read_halves(page.base + f.key_scales, dim_, scales_.data());
+    std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
+    sort<Codes>(scales_.data(), width);
     const float top = top_word(f.key_bits, dim_);
-    for_heads([&](auto group, int g) {
-      rounded_.round<decltype(group)::value>(g, &sorted_[g * width], width, channels_.data(), width, width, top);
+    for_heads([&](auto group, int first) {
+      constexpr int G = decltype(group)::value;
+      const float *plain = &query_[first * dim_], *sorted = &sorted_[first * width];
+      f32x8 bias[G] = {}, largest[G] = {};
+      for (int d = 0; d < dim_; d += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) bias[g] += load(plain + g * dim_ + d) * load(&minima_[d]);
+      for (int i = 0; i < width; i += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++)
+          largest[g] = larger(largest[g], magnitude(load(sorted + g * width + i) * load(&scales_[i])));
+      float inverse[G];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        bias_[first + g] = sum_of(bias[g]);
+        inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
+      }
+      int16_t* words = &rounded_.words[first * width];
+      for (int i = 0; i < width; i += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++)
+          store_words(words + g * width + i, load(sorted + g * width + i) * load(&scales_[i]) * inverse[g]);
     });
     return width;
   }
 
-  // Turns scores_ into weights and moves max, sum and minimum on by one page.
+  // Turns scores_ into weights, of packed pages with their token's scale and rounded, and moves max, sum and minimum on
+  // by one page.
+  template <bool PACKED>
   void soften(const Page& page, float* kept, int64_t kept_stride) {
     const Format& f = *page.format;
     const int padded = round_up(page.count);
-    if (f.key_factors >= 0) read_halves(page.base + f.key_factors, page.count, scales_.data());
+    if (PACKED && f.key_factors >= 0) read_halves(page.base + f.key_factors, page.count, scales_.data());
     for (int g = 0; g < heads_; g++) {
       float* s = &scores_[g * stride_];
-      if (f.key_factors >= 0)
+      if (PACKED && f.key_factors >= 0)
         for (int t = 0; t < padded; t += 8) store(s + t, load(s + t) * load(&scales_[t]));
       std::fill(s + page.count, s + padded, -1e30f);
       if (kept) std::copy(s, s + page.count, kept + g * kept_stride);
     }
-    for_heads([&](auto group, int g) { exponentiate<decltype(group)::value>(g, padded); });
-    for (int g = 0; g < heads_; g += 8) store(&decay_[g], exp2_of(load(&decay_[g])));
-    for (int g = 0; g < heads_; g++) {
-      sum_[g] = sum_[g] * decay_[g] + page_sum_[g];
-      minimum_[g] *= decay_[g];
+    if (PACKED) {
+      read_halves(page.base + f.value_scales, page.count, scales_.data());
+      read_halves(page.base + f.value_minima, page.count, minima_.data());
     }
+    const float top = PACKED ? top_word(f.value_bits, f.page_tokens) : 0;
+    for_heads([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
 
-  // Scores of heads [first, first + G) to weights; the logarithm of what older weights decay by goes to decay_.
-  template <int G>
-  void exponentiate(int first, int count) {
-    float* s = &scores_[first * stride_];
-    f32x8 best[G], sum[G] = {};
-    float max[G];
+  template <bool PACKED, int G>
+  void weigh(int first, int count, float top) {
+    float *s = &scores_[first * stride_], *max = max_ + first;
+    f32x8 best[G], sum[G] = {}, minimum[G] = {}, largest[G] = {}, decay = {};
 #pragma GCC unroll 4
-    for (int g = 0; g < G; g++) best[g] = splat(max_[first + g]);
+    for (int g = 0; g < G; g++) best[g] = splat(max[g]);
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) best[g] = larger(best[g], load(s + g * stride_ + t));
 #pragma GCC unroll 4
-    for (int g = 0; g < G; g++) max[g] = max_of(best[g]);
+    for (int g = 0; g < G; g++) {
+      const float now = max_of(best[g]);
+      decay[g] = max[g] - now;
+      max[g] = now;
+      best[g] = splat(now);
+    }
+    decay = exp2_of(decay);
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) {
-        const f32x8 p = exp2_of(load(s + g * stride_ + t) - max[g]);
+        f32x8 p = exp2_of(load(s + g * stride_ + t) - best[g]);
         sum[g] += p;
+        if (PACKED) {
+          minimum[g] += p * load(&minima_[t]);
+          p *= load(&scales_[t]);
+          largest[g] = larger(largest[g], p);
+        }
         store(s + g * stride_ + t, p);
       }
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) {
-      decay_[first + g] = max_[first + g] - max[g];
-      max_[first + g] = max[g];
-      page_sum_[first + g] = sum_of(sum[g]);
+      decay_[first + g] = decay[g];
+      sum_[first + g] = sum_[first + g] * decay[g] + sum_of(sum[g]);
+      minimum_[first + g] = minimum_[first + g] * decay[g] + sum_of(minimum[g]);
     }
-  }
-
-  // Leaves weight * scale per token in rounded_ and adds weights . minima to minimum_.
-  void fold_value_scales(const Page& page) {
-    const int padded = round_up(page.count);
-    read_halves(page.base + page.format->value_scales, page.count, scales_.data());
-    read_halves(page.base + page.format->value_minima, page.count, minima_.data());
-    const float top = top_word(page.format->value_bits, page.format->page_tokens);
-    for_heads([&](auto group, int first) {
-      constexpr int G = decltype(group)::value;
-      const float* s = &scores_[first * stride_];
-      f32x8 minimum[G] = {};
-      for (int t = 0; t < padded; t += 8)
+    if (!PACKED) return;
+    float inverse[G];
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) minimum[g] += load(s + g * stride_ + t) * load(&minima_[t]);
+    for (int g = 0; g < G; g++) inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
+    int16_t* words = &rounded_.words[first * stride_];
+    for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) minimum_[first + g] += sum_of(minimum[g]);
-      rounded_.round<G>(first, s, stride_, scales_.data(), stride_, padded, top);
-    });
+      for (int g = 0; g < G; g++) store_words(words + g * stride_ + t, load(s + g * stride_ + t) * inverse[g]);
   }
 
   // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
@@ -399,8 +398,7 @@ class Attention {
   const int heads_, dim_, stride_, width_;
   int sorted_bits_ = 0;      // key bits that sorted_, the query, is sorted for
   bool transposed_ = false;  // sums_ are
-  std::vector<float> query_, sorted_, scores_, sums_, channels_, scales_, minima_, decay_, page_sum_, bias_,
-      minimum_;
+  std::vector<float> query_, sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
   Rounded rounded_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
 };

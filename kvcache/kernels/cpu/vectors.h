@@ -124,12 +124,18 @@ static inline f32x8 larger(f32x8 a, f32x8 b) {
 
 static inline f32x8 magnitude(f32x8 x) { return (f32x8)((u32x8)x & 0x7fffffffu); }
 
+// The upper half, with anything above it.
+static inline f32x8 upper(f32x8 x) { return f32x8{x[4], x[5], x[6], x[7]}; }
+
 static inline float max_of(f32x8 x) {
-  x = larger(x, f32x8{x[4], x[5], x[6], x[7]});
+  x = larger(x, upper(x));
   return larger(larger(x[0], x[1]), larger(x[2], x[3]));
 }
 
-static inline float sum_of(f32x8 x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+static inline float sum_of(f32x8 x) {
+  x += upper(x);
+  return (x[0] + x[1]) + (x[2] + x[3]);
+}
 
 // Numbers at even and at odd places of a, then b.
 static inline void unzip(f32x8 a, f32x8 b, f32x8& even, f32x8& odd) {
