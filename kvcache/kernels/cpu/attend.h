@@ -96,13 +96,13 @@ static inline float top_word(int bits, int count) {
 template <class Codes, int G>
 __attribute__((noinline)) static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
                         const float* bias, float* scores, int stride, Soon soon) {
-  const int row_bytes = Codes::row_bytes(dim);
+  const int64_t row_bytes = Codes::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
     i32x8 sums[G][2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
       // A vector has token t in its lower half and token t + 4 in its upper one.
-      const uint8_t* row = codes + (int64_t)(t0 + 2 * i) * row_bytes;
+      const uint8_t* row = codes + (t0 + 2 * i) * row_bytes;
       i32x8 a[G] = {}, b[G] = {};
       for (int u = 0; u < width / (8 * Codes::WIDTH); u++) {
         const typename Codes::Keys x(row, row + 4 * row_bytes, dim, u);
@@ -112,7 +112,7 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
           const i16x16 x_codes = (i16x16)x.codes(v), y_codes = (i16x16)y.codes(v);
 #pragma GCC unroll 4
           for (int g = 0; g < G; g++) {
-            const i16x16 query = load_twice(q + g * width + (u * Codes::WIDTH + v) * 8);
+            const i16x16 query = load_twice(q + ((u * Codes::WIDTH + v) * G + g) * 8);
             add_products(a[g], x_codes, query);
             add_products(b[g], y_codes, query);
           }
@@ -134,11 +134,10 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
 template <class Codes, int HALF, int G>
 __attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
                              const float* factors, const float* decay, float* out, int width) {
-  const int row_bytes = Codes::row_bytes(dim);
+  const int64_t row_bytes = Codes::row_bytes(dim);
   i32x8 sums[G][4] = {};
-  for (int t = 0; t < count; t += 2) {
-    const uint8_t* row = codes + (int64_t)t * row_bytes;
-    const typename Codes::template Values<HALF> x(row, row + row_bytes, dim, slice);
+  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes) {
+    const typename Codes::template Values<HALF> x(codes, codes + row_bytes, dim, slice);
     i16x16 pair[G];
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) pair[g] = splat_pair(weights + g * stride + t);
@@ -314,7 +313,7 @@ class Attention {
       for (int i = 0; i < width; i += 8)
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++)
-          store_words(words + g * width + i, load(sorted + g * width + i) * load(&scales_[i]) * inverse[g]);
+          store_words(words + i * G + g * 8, load(sorted + g * width + i) * load(&scales_[i]) * inverse[g]);
     });
     return width;
   }

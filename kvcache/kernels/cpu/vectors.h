@@ -124,16 +124,15 @@ static inline f32x8 larger(f32x8 a, f32x8 b) {
 
 static inline f32x8 magnitude(f32x8 x) { return (f32x8)((u32x8)x & 0x7fffffffu); }
 
-// The upper half, with anything above it.
-static inline f32x8 upper(f32x8 x) { return f32x8{x[4], x[5], x[6], x[7]}; }
+static inline f32x8 swap_halves(f32x8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
 static inline float max_of(f32x8 x) {
-  x = larger(x, upper(x));
+  x = larger(x, swap_halves(x));
   return larger(larger(x[0], x[1]), larger(x[2], x[3]));
 }
 
 static inline float sum_of(f32x8 x) {
-  x += upper(x);
+  x += swap_halves(x);
   return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
