@@ -2,12 +2,16 @@
 //
 // Scales never touch the codes: a key channel's scale goes into the query once per page, its minimum into one number
 // per query; a value token's scale goes into its softmax weight. So a page is read as codes, once, in registers.
+//
+// Codes are multiplied as integers: query and weights, scales in them, are rounded to words whose largest is TOP, per
+// page and head. That is exact to 2e-5 of the largest, takes half the vectors of floats, and no conversion of codes.
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "codes.h"
 #include "page.h"
+#include "words.h"
 
 // Up to four query heads share one unpacking of the codes: more do not fit the 16 registers of AVX2.
 constexpr int MAX_HEADS = 4;
@@ -18,7 +22,7 @@ struct Soon {
   int token_bytes;
 };
 
-// scores[g * stride + t] = q[g] . codes[t], for t < count; up to the next multiple of 8 whatever.
+// Whole pages: scores[g * stride + t] = q[g] . codes[t], for t < count; up to the next multiple of 8 whatever.
 template <class Codes, int G>
 static void score(const uint8_t* codes, int count, int dim, const float* q, float* scores, int stride, Soon soon) {
   const int row_bytes = Codes::row_bytes(dim);
@@ -42,10 +46,10 @@ static void score(const uint8_t* codes, int count, int dim, const float* q, floa
   }
 }
 
-// out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t]
+// Whole pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t]; heads `width` apart.
 template <class Codes, int G>
 static void accumulate(const uint8_t* codes, int count, int dim, const float* weights, int stride, const float* decay,
-                       float* out) {
+                       float* out, int width) {
   const int row_bytes = Codes::row_bytes(dim);
   for (int u = 0; u < dim / 16; u++) {
     f32x8 low[G] = {}, high[G] = {};
@@ -58,55 +62,143 @@ static void accumulate(const uint8_t* codes, int count, int dim, const float* we
       }
     }
     for (int g = 0; g < G; g++) {
-      float* o = out + g * dim + 16 * u;
+      float* o = out + g * width + 16 * u;
       store(o, load(o) * decay[g] + low[g]);
       store(o + 8, load(o + 8) * decay[g] + high[g]);
     }
   }
 }
 
+// A number of heads in words: number i is words[i] * factor of its head.
+struct Rounded {
+  std::vector<int16_t> words;
+  std::vector<float> factors;
+
+  void resize(int heads, int width) {
+    words.resize(heads * width);
+    factors.resize(heads);
+  }
+
+  // Returns what to multiply a head's numbers by before they are rounded, the largest then being `top`.
+  float settle(int head, float largest, float top) {
+    factors[head] = largest * (1 / top);
+    return largest > 0 ? top / largest : 0;
+  }
+};
+
+// The largest word such that so many products with codes can be added up in 32 bits.
+static inline float top_word(int bits, int count) {
+  return std::min(32767.f, 2147e6f / (((1 << bits) - 1) * (float)count));
+}
+
+// Packed pages: scores[g * stride + t] = q[g] . codes[t] * factors[g] + bias[g], for t < count rounded up to eights; q
+// in the order of the codes' vectors.
+template <class Codes, int G>
+__attribute__((noinline)) static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
+                        const float* bias, float* scores, int stride, Soon soon) {
+  const int64_t row_bytes = Codes::row_bytes(dim);
+  for (int t0 = 0; t0 < count; t0 += 8) {
+    i32x8 sums[G][2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      // A vector has token t in its lower half and token t + 4 in its upper one.
+      const uint8_t* row = codes + (t0 + 2 * i) * row_bytes;
+      i32x8 a[G] = {}, b[G] = {};
+      for (int u = 0; u < width / (8 * Codes::WIDTH); u++) {
+        const typename Codes::Keys x(row, row + 4 * row_bytes, dim, u);
+        const typename Codes::Keys y(row + row_bytes, row + 5 * row_bytes, dim, u);
+#pragma GCC unroll 8
+        for (int v = 0; v < Codes::WIDTH; v++) {
+          const i16x16 x_codes = (i16x16)x.codes(v), y_codes = (i16x16)y.codes(v);
+#pragma GCC unroll 4
+          for (int g = 0; g < G; g++) {
+            const i16x16 query = load_twice(q + ((u * Codes::WIDTH + v) * G + g) * 8);
+            add_products(a[g], x_codes, query);
+            add_products(b[g], y_codes, query);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) sums[g][i] = add_neighbours(a[g], b[g]);
+    }
+    for (int at = t0 * soon.token_bytes; at < (t0 + 8) * soon.token_bytes; at += 64)
+      __builtin_prefetch(soon.start + at);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++)
+      store(scores + g * stride + t0, to_float(add_neighbours(sums[g][0], sums[g][1])) * factors[g] + bias[g]);
+  }
+}
+
+// Packed pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t] * factors[g], in the
+// order of the codes' vectors.
+template <class Codes, int HALF, int G>
+__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
+                             const float* factors, const float* decay, float* out, int width) {
+  const int64_t row_bytes = Codes::row_bytes(dim);
+  i32x8 sums[G][4] = {};
+  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes) {
+    const typename Codes::template Values<HALF> x(codes, codes + row_bytes, dim, slice);
+    i16x16 pair[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) pair[g] = splat_pair(weights + g * stride + t);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const i16x16 x_codes = (i16x16)x.codes(v);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) add_products(sums[g][v], x_codes, pair[g]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      float* o = out + g * width + 32 * slice + 8 * v;
+      store(o, load(o) * decay[g] + to_float(sums[g][v]) * factors[g]);
+    }
+}
+
+template <class Codes, int G>
+static void accumulate_words(const uint8_t* codes, int count, int dim, const int16_t* weights, int stride,
+                             const float* factors, const float* decay, float* out, int width) {
+  for (int slice = 0; slice < Codes::slices(dim); slice++)
+    (slice % 2 ? accumulate_slice<Codes, 1, G> : accumulate_slice<Codes, 0, G>)(
+        codes, count, dim, slice, weights, stride, factors, decay, out, width);
+}
+
 // Online softmax over the pages of one work unit.
 class Attention {
  public:
   Attention(int heads, int dim, int page_tokens)
-      : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), query_(heads * dim), scaled_(heads * dim),
-        scores_(heads * stride_), scales_(std::max(dim, stride_)), minima_(std::max(dim, stride_)), decay_(heads),
-        bias_(heads) {}
+      : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), width_((dim + 63) / 64 * 64), query_(heads * dim),
+        sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), scales_(std::max(width_, stride_)),
+        minima_(std::max(width_, stride_)), decay_(heads), bias_(heads), minimum_(heads) {
+    rounded_.resize(heads, std::max(width_, stride_));
+  }
 
   // Starts anew. out [G, D], max [G], sum [G] are the caller's and hold the partial result after `add`s and `finish`:
   // out is not divided by sum; max is in units of log2.
   void start(const float* q, float scale, float* out, float* max, float* sum) {
     for (int i = 0; i < heads_ * dim_; i++) query_[i] = q[i] * (scale * LOG2E);
     out_ = out, max_ = max, sum_ = sum;
-    std::fill(out, out + heads_ * dim_, 0.f);
     std::fill(max, max + heads_, -1e30f);
     std::fill(sum, sum + heads_, 0.f);
-    minimum_.assign(heads_, 0.f);
+    std::fill(sums_.begin(), sums_.end(), 0.f);
+    std::fill(minimum_.begin(), minimum_.end(), 0.f);
+    sorted_bits_ = 0;
   }
 
   // Adds a page. With `kept`, scores in units of log2 are left there, heads `kept_stride` apart. `next` may be null.
   void add(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
-    const Format& f = *page.format;
-    const float* q = f.key_scales < 0 ? query_.data() : fold_key_scales(page);
-    with_codes(f.key_bits, f.whole_bytes, [&](auto codes) {
-      using Codes = decltype(codes);
-      for_heads([&](auto group, int g) {
-        score<Codes, decltype(group)::value>(page.keys, page.count, dim_, q + g * dim_, &scores_[g * stride_], stride_,
-                                             g == 0 ? soon(page, next, Codes::row_bytes(dim_)) : Soon{nullptr, 0});
-      });
-    });
-    soften(page, kept, kept_stride);
-    with_codes(f.value_bits, f.whole_bytes, [&](auto codes) {
-      for_heads([&](auto group, int g) {
-        accumulate<decltype(codes), decltype(group)::value>(page.values, page.count, dim_, &scores_[g * stride_],
-                                                            stride_, &decay_[g], out_ + g * dim_);
-      });
-    });
+    if (page.format->key_scales < 0)
+      add_whole(page, kept, kept_stride);
+    else
+      add_packed(page, next, kept, kept_stride);
   }
 
   void finish() {
+    transpose(false);
     for (int g = 0; g < heads_; g++)
-      for (int d = 0; d < dim_; d++) out_[g * dim_ + d] += minimum_[g];
+      for (int d = 0; d < dim_; d++) out_[g * dim_ + d] = sums_[g * width_ + d] + minimum_[g];
   }
 
  private:
@@ -126,76 +218,186 @@ class Attention {
     }
   }
 
-  // Values of whole pages, which are read across their rows; of packed pages the next, a few lines a token.
-  static Soon soon(const Page& page, const Page* next, int row_bytes) {
+  void add_whole(const Page& page, float* kept, int64_t kept_stride) {
+    transpose(false);
+    with_codes(16, page.format->whole_bytes, [&](auto codes) {
+      using Codes = decltype(codes);
+      for_heads([&](auto group, int g) {
+        // Values are read across their rows.
+        const Soon soon = {page.values, g == 0 ? Codes::row_bytes(dim_) : 0};
+        score<Codes, decltype(group)::value>(page.keys, page.count, dim_, &query_[g * dim_], &scores_[g * stride_],
+                                             stride_, soon);
+      });
+      soften<false>(page, kept, kept_stride);
+      for_heads([&](auto group, int g) {
+        accumulate<Codes, decltype(group)::value>(page.values, page.count, dim_, &scores_[g * stride_], stride_,
+                                                  &decay_[g], &sums_[g * width_], width_);
+      });
+    });
+  }
+
+  void add_packed(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
     const Format& f = *page.format;
-    if (f.key_scales < 0) return {page.values, row_bytes};
-    if (!next) return {nullptr, 0};
-    return {next->keys, (f.value_minima / f.page_tokens + 63) / 64 * 64};
+    // Of the next page, a few bytes a token.
+    const Soon soon = {next ? next->keys : nullptr, next ? (f.value_minima + f.page_tokens - 1) / f.page_tokens : 0};
+    with_words(f.key_bits, [&](auto codes) {
+      using Codes = decltype(codes);
+      const int width = fold_key_scales<Codes>(page);
+      for_heads([&](auto group, int g) {
+        score_words<Codes, decltype(group)::value>(page.keys, page.count, dim_, &rounded_.words[g * width], width,
+                                                   &rounded_.factors[g], &bias_[g], &scores_[g * stride_], stride_,
+                                                   g == 0 ? soon : Soon{nullptr, 0});
+      });
+    });
+    soften<true>(page, kept, kept_stride);
+    transpose(f.value_bits < 8);
+    with_words(f.value_bits, [&](auto codes) {
+      for_heads([&](auto group, int g) {
+        accumulate_words<decltype(codes), decltype(group)::value>(
+            page.values, page.count, dim_, &rounded_.words[g * stride_], stride_, &rounded_.factors[g], &decay_[g],
+            &sums_[g * width_], width_);
+      });
+    });
   }
 
-  // Leaves q * scale per channel in scaled_ and q . minima in bias_.
-  const float* fold_key_scales(const Page& page) {
-    read_halves(page.base + page.format->key_scales, dim_, scales_.data());
-    read_halves(page.base + page.format->key_minima, dim_, minima_.data());
-    for (int g = 0; g < heads_; g++) {
-      f32x8 bias = {};
-      for (int d = g * dim_, c = 0; c < dim_; d += 8, c += 8) {
-        f32x8 q = load(&query_[d]);
-        store(&scaled_[d], q * load(&scales_[c]));
-        bias += q * load(&minima_[c]);
-      }
-      bias_[g] = sum_of(bias);
+  // Brings numbers [units of 8 WIDTH] into the order of the vectors of codes.
+  template <class Codes>
+  static void sort(float* x, int count) {
+    for (int i = 0; i < count; i += 8 * Codes::WIDTH) {
+      f32x8 unit[Codes::WIDTH];
+#pragma GCC unroll 8
+      for (int v = 0; v < Codes::WIDTH; v++) unit[v] = load(x + i + 8 * v);
+      sort_by_remainder<Codes::WIDTH>(unit);
+#pragma GCC unroll 8
+      for (int v = 0; v < Codes::WIDTH; v++) store(x + i + 8 * v, unit[v]);
     }
-    return scaled_.data();
   }
 
-  // Turns scores_ into weights for the value codes and moves max, sum and minimum on by one page.
+  // Leaves q * scale per channel in rounded_, in the order of the vectors of codes, and q . minima in bias_. Returns how
+  // many numbers a head has: what is beyond the channels is zero.
+  template <class Codes>
+  int fold_key_scales(const Page& page) {
+    const Format& f = *page.format;
+    const int width = (dim_ + 8 * Codes::WIDTH - 1) / (8 * Codes::WIDTH) * (8 * Codes::WIDTH);
+    if (sorted_bits_ != f.key_bits) {
+      sorted_bits_ = f.key_bits;
+      for (int g = 0; g < heads_; g++) {
+        std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
+        std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
+      }
+      sort<Codes>(sorted_.data(), heads_ * width);
+    }
+    read_halves(page.base + f.key_minima, dim_, minima_.data());
+    read_halves(page.base + f.key_scales, dim_, scales_.data());
+    std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
+    sort<Codes>(scales_.data(), width);
+    const float top = top_word(f.key_bits, dim_);
+    for_heads([&](auto group, int first) {
+      constexpr int G = decltype(group)::value;
+      const float *plain = &query_[first * dim_], *sorted = &sorted_[first * width];
+      f32x8 bias[G] = {}, largest[G] = {};
+      for (int d = 0; d < dim_; d += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) bias[g] += load(plain + g * dim_ + d) * load(&minima_[d]);
+      for (int i = 0; i < width; i += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++)
+          largest[g] = larger(largest[g], magnitude(load(sorted + g * width + i) * load(&scales_[i])));
+      float inverse[G];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        bias_[first + g] = sum_of(bias[g]);
+        inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
+      }
+      int16_t* words = &rounded_.words[first * width];
+      for (int i = 0; i < width; i += 8)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++)
+          store_words(words + i * G + g * 8, load(sorted + g * width + i) * load(&scales_[i]) * inverse[g]);
+    });
+    return width;
+  }
+
+  // Turns scores_ into weights, of packed pages with their token's scale and rounded, and moves max, sum and minimum on
+  // by one page.
+  template <bool PACKED>
   void soften(const Page& page, float* kept, int64_t kept_stride) {
     const Format& f = *page.format;
     const int padded = round_up(page.count);
+    if (PACKED && f.key_factors >= 0) read_halves(page.base + f.key_factors, page.count, scales_.data());
     for (int g = 0; g < heads_; g++) {
       float* s = &scores_[g * stride_];
-      if (f.key_scales >= 0)
-        for (int t = 0; t < padded; t += 8) store(s + t, load(s + t) + bias_[g]);
-      if (f.key_factors >= 0) {
-        read_halves(page.base + f.key_factors, page.count, scales_.data());
+      if (PACKED && f.key_factors >= 0)
         for (int t = 0; t < padded; t += 8) store(s + t, load(s + t) * load(&scales_[t]));
-      }
       std::fill(s + page.count, s + padded, -1e30f);
       if (kept) std::copy(s, s + page.count, kept + g * kept_stride);
-      f32x8 best = splat(max_[g]);
-      for (int t = 0; t < padded; t += 8) best = larger(best, load(s + t));
-      const float max = max_of(best);
-      f32x8 sum = {};
-      for (int t = 0; t < padded; t += 8) {
-        f32x8 p = exp2_of(load(s + t) - max);
-        sum += p;
-        store(s + t, p);
-      }
-      decay_[g] = exp2_of(max_[g] - max);
-      max_[g] = max;
-      sum_[g] = sum_[g] * decay_[g] + sum_of(sum);
-      minimum_[g] *= decay_[g];
     }
-    if (f.value_scales >= 0) fold_value_scales(page, padded);
+    if (PACKED) {
+      read_halves(page.base + f.value_scales, page.count, scales_.data());
+      read_halves(page.base + f.value_minima, page.count, minima_.data());
+    }
+    const float top = PACKED ? top_word(f.value_bits, f.page_tokens) : 0;
+    for_heads([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
 
-  void fold_value_scales(const Page& page, int padded) {
-    read_halves(page.base + page.format->value_scales, page.count, scales_.data());
-    read_halves(page.base + page.format->value_minima, page.count, minima_.data());
-    for (int g = 0; g < heads_; g++) {
-      f32x8 minimum = {};
-      for (int t = 0; t < padded; t += 8) {
-        f32x8 p = load(&scores_[g * stride_ + t]);
-        minimum += p * load(&minima_[t]);
-        store(&scores_[g * stride_ + t], p * load(&scales_[t]));
-      }
-      minimum_[g] += sum_of(minimum);
+  template <bool PACKED, int G>
+  void weigh(int first, int count, float top) {
+    float *s = &scores_[first * stride_], *max = max_ + first;
+    f32x8 best[G], sum[G] = {}, minimum[G] = {}, largest[G] = {}, decay = {};
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) best[g] = splat(max[g]);
+    for (int t = 0; t < count; t += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) best[g] = larger(best[g], load(s + g * stride_ + t));
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      const float now = max_of(best[g]);
+      decay[g] = max[g] - now;
+      max[g] = now;
+      best[g] = splat(now);
     }
+    decay = exp2_of(decay);
+    for (int t = 0; t < count; t += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        f32x8 p = exp2_of(load(s + g * stride_ + t) - best[g]);
+        sum[g] += p;
+        if (PACKED) {
+          minimum[g] += p * load(&minima_[t]);
+          p *= load(&scales_[t]);
+          largest[g] = larger(largest[g], p);
+        }
+        store(s + g * stride_ + t, p);
+      }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      decay_[first + g] = decay[g];
+      sum_[first + g] = sum_[first + g] * decay[g] + sum_of(sum[g]);
+      minimum_[first + g] = minimum_[first + g] * decay[g] + sum_of(minimum[g]);
+    }
+    if (!PACKED) return;
+    float inverse[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
+    int16_t* words = &rounded_.words[first * stride_];
+    for (int t = 0; t < count; t += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) store_words(words + g * stride_ + t, load(s + g * stride_ + t) * inverse[g]);
   }
 
-  int heads_, dim_, stride_;
-  std::vector<float> query_, scaled_, scores_, scales_, minima_, decay_, bias_, minimum_;
+  // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
+  void transpose(bool wanted) {
+    if (transposed_ == wanted) return;
+    transposed_ = wanted;
+    for (float* block = sums_.data(); block < sums_.data() + sums_.size(); block += 64)
+      for (int i = 0; i < 8; i++)
+        for (int j = 0; j < i; j++) std::swap(block[8 * i + j], block[8 * j + i]);
+  }
+
+  const int heads_, dim_, stride_, width_;
+  int sorted_bits_ = 0;      // key bits that sorted_, the query, is sorted for
+  bool transposed_ = false;  // sums_ are
+  std::vector<float> query_, sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
+  Rounded rounded_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
 };

@@ -10,6 +10,7 @@
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
 
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.69314718055994531f;
@@ -62,15 +63,98 @@ static inline f32x8 sum_each(const f32x8* x) {
 #endif
 }
 
-static inline float larger(float a, float b) { return a > b ? a : b; }
-
-static inline float max_of(f32x8 x) {
-  return larger(larger(larger(x[0], x[1]), larger(x[2], x[3])), larger(larger(x[4], x[5]), larger(x[6], x[7])));
+// Sums of neighbours in each half: of a's half, then of b's. Twice that is sums of four.
+static inline i32x8 add_neighbours(i32x8 a, i32x8 b) {
+#if defined(__AVX2__)
+  return (i32x8)_mm256_hadd_epi32((__m256i)a, (__m256i)b);
+#else
+  return i32x8{a[0], a[2], b[0], b[2], a[4], a[6], b[4], b[6]} + i32x8{a[1], a[3], b[1], b[3], a[5], a[7], b[5], b[7]};
+#endif
 }
 
-static inline float sum_of(f32x8 x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+// Lane i of sum grows by a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1].
+static inline void add_products(i32x8& sum, i16x16 a, i16x16 b) {
+#if defined(__AVX2__)
+  sum += (i32x8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  asm("" : "+x"(sum));  // at once: the compiler would rather have all products first, which no registers are left for
+#else
+  const i32x8 x = (i32x8)a, y = (i32x8)b;
+  sum += (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
 
-static inline f32x8 larger(f32x8 a, f32x8 b) { return a > b ? a : b; }
+// Eight words, twice.
+static inline i16x16 load_twice(const int16_t* p) {
+#if defined(__AVX2__)
+  return (i16x16)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+#else
+  i16x16 x;
+  memcpy(&x, p, 16);
+  memcpy((char*)&x + 16, p, 16);
+  return x;
+#endif
+}
+
+// Two words, eight times.
+static inline i16x16 splat_pair(const int16_t* p) {
+  uint32_t pair;
+  memcpy(&pair, p, 4);
+  return (i16x16)splat(pair);
+}
+
+static inline f32x8 to_float(i32x8 x) { return __builtin_convertvector(x, f32x8); }
+
+// Rounded to nearest; |x| below 2^15.
+static inline void store_words(int16_t* p, f32x8 x) {
+  typedef int16_t i16x8 __attribute__((vector_size(16)));
+  const i32x8 bits = (i32x8)(x + 12582912.f);  // 1.5 * 2^23: the low bits are the nearest integer's
+  const i16x8 words = __builtin_convertvector(bits, i16x8);
+  memcpy(p, &words, sizeof words);
+}
+
+static inline float larger(float a, float b) { return a > b ? a : b; }
+
+static inline f32x8 larger(f32x8 a, f32x8 b) {
+#if defined(__AVX2__)
+  return (f32x8)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+static inline f32x8 magnitude(f32x8 x) { return (f32x8)((u32x8)x & 0x7fffffffu); }
+
+static inline f32x8 swap_halves(f32x8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
+
+static inline float max_of(f32x8 x) {
+  x = larger(x, swap_halves(x));
+  return larger(larger(x[0], x[1]), larger(x[2], x[3]));
+}
+
+static inline float sum_of(f32x8 x) {
+  x += swap_halves(x);
+  return (x[0] + x[1]) + (x[2] + x[3]);
+}
+
+// Numbers at even and at odd places of a, then b.
+static inline void unzip(f32x8 a, f32x8 b, f32x8& even, f32x8& odd) {
+  even = f32x8{a[0], a[2], a[4], a[6], b[0], b[2], b[4], b[6]};
+  odd = f32x8{a[1], a[3], a[5], a[7], b[1], b[3], b[5], b[7]};
+}
+
+// Sorts 8 N numbers by their index modulo N, remainders in the order of their bits read backwards.
+template <int N>
+static inline void sort_by_remainder(f32x8* x) {
+  if constexpr (N > 1) {
+    f32x8 sorted[N];
+#pragma GCC unroll 4
+    for (int i = 0; i < N / 2; i++) unzip(x[2 * i], x[2 * i + 1], sorted[i], sorted[N / 2 + i]);
+    sort_by_remainder<N / 2>(sorted);
+    sort_by_remainder<N / 2>(sorted + N / 2);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) x[i] = sorted[i];
+  }
+}
 
 // 2^x for x <= 0, to about 2e-7 relative; below -126 the smallest normal number.
 static inline f32x8 exp2_of(f32x8 x) {
