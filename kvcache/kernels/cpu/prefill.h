@@ -160,30 +160,44 @@ class Prefill {
 
   // Turns scores into weights, and brings sum and output to the new maximum where there is one.
   void soften(int panel, int size, const float* scores, const float* largest, Element* weights) {
-    float *max = this->max(panel), *sum = this->sum(panel);
-    Wide best[TILE_VECTORS], total[TILE_VECTORS];
-    for (int j = 0; j < TILE_VECTORS; j++) {
-      const Wide now = load_wide(largest + j * WIDE), before = load_wide(max + j * WIDE);
-      best[j] = now * factor_;
-      total[j] = load_wide(sum + j * WIDE);
-      if (!any_larger(now, before)) continue;
-      const Wide decay = fast_exp2(before * factor_ - best[j]);
-      store_wide(max + j * WIDE, now);
-      total[j] *= decay;
-      float* o = out(panel) + j * WIDE;
-      for (int d = 0; d < in_.dim; d++) store_wide(o + d * PANEL, load_wide(o + d * PANEL) * decay);
-    }
-    for (int t = 0; t < size; t += Kind::STEP)
-#pragma GCC unroll 3
-      for (int j = 0; j < TILE_VECTORS; j++) {
-        Wide weight[Kind::STEP] = {};
-        for (int i = 0; i < Kind::STEP && t + i < size; i++) {
-          weight[i] = Kind::exp2(load_wide(scores + (t + i) * PANEL + j * WIDE) * factor_ - best[j]);
-          total[j] += weight[i];
-        }
-        store_wide(weights + t / Kind::STEP * PANEL + j * WIDE, Kind::join(weight));
+    for (int j = 0; j < PANEL; j += WIDE) {
+      float *max = this->max(panel) + j, *sum = this->sum(panel) + j;
+      const Wide now = load_wide(largest + j), before = load_wide(max);
+      Wide total = load_wide(sum);
+      if (any_larger(now, before)) {
+        const Wide decay = fast_exp2((before - now) * factor_);
+        store_wide(max, now);
+        total *= decay;
+        float* o = out(panel) + j;
+        for (int d = 0; d < in_.dim; d++) store_wide(o + d * PANEL, load_wide(o + d * PANEL) * decay);
       }
-    for (int j = 0; j < TILE_VECTORS; j++) store_wide(sum + j * WIDE, total[j]);
+      store_wide(sum, total + soften<4 * Kind::STEP>(scores + j, size, now * factor_, weights + j));
+    }
+  }
+
+  // The same of one column of vectors, SLOTS at once so that their exponentials overlap; returns the weights' sum.
+  template <int SLOTS>
+  Wide soften(const float* scores, int size, Wide best, Element* weights) {
+    Wide total = wide(0);
+    for (; size >= SLOTS; size -= SLOTS, scores += SLOTS * PANEL, weights += SLOTS / Kind::STEP * PANEL) {
+      Wide x[SLOTS];
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; i++) x[i] = load_wide(scores + i * PANEL) * factor_ - best;
+      Kind::exp2(x);
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; i++) total += x[i];
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; i += Kind::STEP) store_wide(weights + i / Kind::STEP * PANEL, Kind::join(x + i));
+    }
+    if constexpr (SLOTS > Kind::STEP) return total + soften<SLOTS / 2>(scores, size, best, weights);
+    if (size) {  // less than a step
+      Wide x[Kind::STEP] = {load_wide(scores) * factor_ - best};
+      Kind::exp2(x);
+      for (int i = 1; i < Kind::STEP; i++) x[i] = wide(0);
+      total += x[0];
+      store_wide(weights, Kind::join(x));
+    }
+    return total;
   }
 
   // A slot's weight is known only at the end, when all its rows' sums are: until then the scores were kept.
