@@ -15,6 +15,7 @@
 
 constexpr int TILE_SLOTS = 64;  // scores of a tile and a panel, 6 KB on AVX2, stay in the first-level cache
 constexpr float HIDDEN = -1e30f;
+constexpr float LAG = 8;  // weights are 2^LAG at most: a smaller new maximum is not worth bringing all sums to it
 
 struct Queries {
   const void* q;  // [C, H, D] with strides in numbers; floats or bfloat16, as is the output
@@ -158,46 +159,36 @@ class Prefill {
     }
   }
 
-  // Turns scores into weights, and brings sum and output to the new maximum where there is one.
+  // Turns scores into weights, and brings sum and output to the new maximum where it is much larger.
   void soften(int panel, int size, const float* scores, const float* largest, Element* weights) {
-    for (int j = 0; j < PANEL; j += WIDE) {
-      float *max = this->max(panel) + j, *sum = this->sum(panel) + j;
-      const Wide now = load_wide(largest + j), before = load_wide(max);
-      Wide total = load_wide(sum);
-      if (any_larger(now, before)) {
-        const Wide decay = fast_exp2((before - now) * factor_);
-        store_wide(max, now);
-        total *= decay;
-        float* o = out(panel) + j;
-        for (int d = 0; d < in_.dim; d++) store_wide(o + d * PANEL, load_wide(o + d * PANEL) * decay);
+    float *max = this->max(panel), *sum = this->sum(panel);
+    const Wide factor = wide(factor_);
+    Wide best[TILE_VECTORS], total[TILE_VECTORS];
+    for (int j = 0; j < TILE_VECTORS; j++) {
+      const Wide before = load_wide(max + j * WIDE), most = load_wide(largest + j * WIDE);
+      const Wide rise = (most - before) * factor;
+      best[j] = before * factor;
+      total[j] = load_wide(sum + j * WIDE);
+      if (!any_larger(rise, wide(LAG))) continue;
+      const Wide now = rise > LAG ? most : before;
+      best[j] = now * factor;
+      const Wide decay = fast_exp2(before * factor - best[j]);
+      store_wide(max + j * WIDE, now);
+      total[j] *= decay;
+      float* o = out(panel) + j * WIDE;
+      for (int d = 0; d < in_.dim; d++) store_wide(o + d * PANEL, load_wide(o + d * PANEL) * decay);
+    }
+    for (int t = 0; t < size; t += Kind::STEP)
+#pragma GCC unroll 3
+      for (int j = 0; j < TILE_VECTORS; j++) {
+        Wide weight[Kind::STEP] = {};
+        for (int i = 0; i < Kind::STEP && t + i < size; i++) {
+          weight[i] = Kind::exp2(load_wide(scores + (t + i) * PANEL + j * WIDE) * factor - best[j]);
+          total[j] += weight[i];
+        }
+        store_wide(weights + t / Kind::STEP * PANEL + j * WIDE, Kind::join(weight));
       }
-      store_wide(sum, total + soften<4 * Kind::STEP>(scores + j, size, now * factor_, weights + j));
-    }
-  }
-
-  // The same of one column of vectors, SLOTS at once so that their exponentials overlap; returns the weights' sum.
-  template <int SLOTS>
-  Wide soften(const float* scores, int size, Wide best, Element* weights) {
-    Wide total = wide(0);
-    for (; size >= SLOTS; size -= SLOTS, scores += SLOTS * PANEL, weights += SLOTS / Kind::STEP * PANEL) {
-      Wide x[SLOTS];
-#pragma GCC unroll 8
-      for (int i = 0; i < SLOTS; i++) x[i] = load_wide(scores + i * PANEL) * factor_ - best;
-      Kind::exp2(x);
-#pragma GCC unroll 8
-      for (int i = 0; i < SLOTS; i++) total += x[i];
-#pragma GCC unroll 8
-      for (int i = 0; i < SLOTS; i += Kind::STEP) store_wide(weights + i / Kind::STEP * PANEL, Kind::join(x + i));
-    }
-    if constexpr (SLOTS > Kind::STEP) return total + soften<SLOTS / 2>(scores, size, best, weights);
-    if (size) {  // less than a step
-      Wide x[Kind::STEP] = {load_wide(scores) * factor_ - best};
-      Kind::exp2(x);
-      for (int i = 1; i < Kind::STEP; i++) x[i] = wide(0);
-      total += x[0];
-      store_wide(weights, Kind::join(x));
-    }
-    return total;
+    for (int j = 0; j < TILE_VECTORS; j++) store_wide(sum + j * WIDE, total[j]);
   }
 
   // A slot's weight is known only at the end, when all its rows' sums are: until then the scores were kept.

@@ -30,10 +30,7 @@ struct Floats {
   static Wide splat(float x) { return wide(x); }
   static Wide add(Wide sum, Wide a, Wide b) { return sum + a * b; }
   static Wide join(const Wide* x) { return x[0]; }
-  template <int N>
-  static void exp2(Wide (&x)[N]) {
-    fast_exp2(x);
-  }
+  static Wide exp2(Wide x) { return fast_exp2(x); }
 };
 
 #if defined(__AVX512BF16__) || defined(KVBATCH_BF16)
@@ -76,13 +73,7 @@ struct Pairs {
 #endif
   }
 
-  // 2^x for x <= 0, to 1e-4, a twentieth of what rounding to bfloat16 costs; next to nothing below -126; NaN stays.
-  template <int N>
-  static void exp2(Wide (&x)[N]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) x[i] = exp2(x[i]);
-  }
-
+  // 2^x for x < 128, to 1e-4, a twentieth of what rounding to bfloat16 costs; next to nothing below -126; NaN stays.
   static Wide exp2(Wide x) {
 #if defined(__AVX512BF16__)
     const Wide f = (Wide)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -115,7 +106,7 @@ template <class Kind, int ROWS, bool ADD>
 __attribute__((noinline)) static void product_tile(const typename Kind::Element* a, int64_t row_step, int64_t step,
                                                    const typename Kind::Element* b, int depth, float* c,
                                                    float* largest) {
-  if (depth < 1) __builtin_unreachable();
+  if (depth < 1) __builtin_unreachable();  // else the compiler spills the sums to join them with those of no step
   Wide sums[ROWS][TILE_VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; i++)

@@ -66,31 +66,17 @@ static inline bool any_larger(Wide a, Wide b) {
 #endif
 }
 
-// 2^x for x <= 0, to 2e-7 relative; below -126 the smallest normal number; NaN stays. Step by step for all N, because
-// each step waits for the one before.
-template <int N>
-static inline void fast_exp2(Wide (&x)[N]) {
-  const Wide round = wide(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  Wide p[N], shifted[N];
-#pragma GCC unroll 8
-  for (int i = 0; i < N; i++) x[i] = larger_of(wide(-126.f), x[i]);
-#pragma GCC unroll 8
-  for (int i = 0; i < N; i++) shifted[i] = x[i] + round;
-#pragma GCC unroll 8
-  for (int i = 0; i < N; i++) x[i] -= shifted[i] - round;  // [-0.5, 0.5]
-#pragma GCC unroll 8
-  for (int i = 0; i < N; i++) p[i] = wide(1.3264727e-3f) * x[i] + 9.6715126e-3f;
-  constexpr float rest[] = {5.5507337e-2f, 2.4022242e-1f, 6.9314698e-1f, 1.f};
-#pragma GCC unroll 8
-  for (int k = 0; k < 4; k++)
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + rest[k];
-#pragma GCC unroll 8
-  for (int i = 0; i < N; i++) x[i] = (Wide)((WideInt)p[i] + ((WideInt)shifted[i] << 23));
-}
-
+// 2^x for x < 128, to 2e-7 relative; below -126 the smallest normal number; NaN stays.
 static inline Wide fast_exp2(Wide x) {
-  Wide all[1] = {x};
-  fast_exp2(all);
-  return all[0];
+  x = larger_of(wide(-126.f), x);
+  const Wide round = wide(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  Wide shifted = x + round;
+  Wide f = x - (shifted - round);  // [-0.5, 0.5]
+  Wide p = wide(1.3264727e-3f);
+  p = p * f + 9.6715126e-3f;
+  p = p * f + 5.5507337e-2f;
+  p = p * f + 2.4022242e-1f;
+  p = p * f + 6.9314698e-1f;
+  p = p * f + 1.f;
+  return (Wide)((WideInt)p + ((WideInt)shifted << 23));
 }
