@@ -126,11 +126,12 @@ def test_twin_is_causal_softmax_attention():
 @needs_compiler
 @each_build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_far_apart_keep_their_order(build_name, dtype):
-    """The largest score comes last, so every page rescales, by factors that underflow."""
-    keys = torch.linspace(-300, 300, 256)[:, None].expand(256, 16).reshape(4, 64, 16).to(dtype)
+@pytest.mark.parametrize("reach", [300, 1.5], ids=["far", "near"])
+def test_scores_that_rise_keep_their_order(build_name, reach, dtype):
+    """The largest score comes last: every page rescales, by factors that underflow, or only some do."""
+    keys = torch.linspace(-reach, reach, 256)[:, None].expand(256, 16).reshape(4, 64, 16).to(dtype)
     values, pages, past = torch.randn(4, 64, 16).to(dtype), torch.arange(4)[None], torch.tensor([226])
-    q = torch.ones(30, 1, 16, dtype=dtype)
+    q = torch.linspace(0.5, 1, 30, dtype=dtype)[:, None, None].expand(30, 1, 16).contiguous()
     arguments = (keys.contiguous(), values, pages, past)
     expected = torch_twin.prefill_attention_pool(q.float(), *arguments, scale=0.25)
     with built(build_name):

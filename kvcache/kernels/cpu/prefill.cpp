@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int UNIT_PANELS = 8;  // rows that share the fetching, and the unpacking, of a page
+constexpr int UNIT_PANELS = 16;  // rows that share the fetching, and the unpacking, of a page
 
 template <class Kind>
 struct Work {
@@ -21,12 +21,13 @@ struct Work {
 
   int64_t num_judged() const { return lanes[0].num_judged; }
 
-  // Long rows first and large units first, so that threads end together.
+  // Long rows first and large units first, so that threads end together; one thread needs no small ones.
   void plan(int threads) {
     int64_t left = (int64_t)queries.panels() * lanes.size();
     for (size_t lane = 0; lane < lanes.size(); lane++)
       for (int end = queries.panels(); end > 0;) {
-        const int count = std::min<int64_t>(end, std::clamp<int64_t>(left / (2 * threads), 1, UNIT_PANELS));
+        const int64_t share = threads == 1 ? left : std::max<int64_t>(left / (2 * threads), 1);
+        const int count = std::min<int64_t>({end, share, UNIT_PANELS});
         end -= count, left -= count;
         units.push_back({(int)lane, end, count});
       }

@@ -15,6 +15,7 @@
 
 constexpr int TILE_SLOTS = 64;  // scores of a tile and a panel, 6 KB on AVX2, stay in the first-level cache
 constexpr float HIDDEN = -1e30f;
+constexpr float LAG = 8;  // weights are 2^LAG at most: a smaller new maximum is not worth bringing all sums to it
 
 struct Queries {
   const void* q;  // [C, H, D] with strides in numbers; floats or bfloat16, as is the output
@@ -158,16 +159,20 @@ class Prefill {
     }
   }
 
-  // Turns scores into weights, and brings sum and output to the new maximum where there is one.
+  // Turns scores into weights, and brings sum and output to the new maximum where it is much larger.
   void soften(int panel, int size, const float* scores, const float* largest, Element* weights) {
     float *max = this->max(panel), *sum = this->sum(panel);
+    const Wide factor = wide(factor_);
     Wide best[TILE_VECTORS], total[TILE_VECTORS];
     for (int j = 0; j < TILE_VECTORS; j++) {
-      const Wide now = load_wide(largest + j * WIDE), before = load_wide(max + j * WIDE);
-      best[j] = now * factor_;
+      const Wide before = load_wide(max + j * WIDE), most = load_wide(largest + j * WIDE);
+      const Wide rise = (most - before) * factor;
+      best[j] = before * factor;
       total[j] = load_wide(sum + j * WIDE);
-      if (!any_larger(now, before)) continue;
-      const Wide decay = fast_exp2(before * factor_ - best[j]);
+      if (!any_larger(rise, wide(LAG))) continue;
+      const Wide now = rise > LAG ? most : before;
+      best[j] = now * factor;
+      const Wide decay = fast_exp2(before * factor - best[j]);
       store_wide(max + j * WIDE, now);
       total[j] *= decay;
       float* o = out(panel) + j * WIDE;
@@ -178,7 +183,7 @@ class Prefill {
       for (int j = 0; j < TILE_VECTORS; j++) {
         Wide weight[Kind::STEP] = {};
         for (int i = 0; i < Kind::STEP && t + i < size; i++) {
-          weight[i] = Kind::exp2(load_wide(scores + (t + i) * PANEL + j * WIDE) * factor_ - best[j]);
+          weight[i] = Kind::exp2(load_wide(scores + (t + i) * PANEL + j * WIDE) * factor - best[j]);
           total[j] += weight[i];
         }
         store_wide(weights + t / Kind::STEP * PANEL + j * WIDE, Kind::join(weight));

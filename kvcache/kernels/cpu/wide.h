@@ -66,7 +66,7 @@ static inline bool any_larger(Wide a, Wide b) {
 #endif
 }
 
-// 2^x for x <= 0, to 2e-7 relative; below -126 the smallest normal number; NaN stays.
+// 2^x for x < 128, to 2e-7 relative; below -126 the smallest normal number; NaN stays.
 static inline Wide fast_exp2(Wide x) {
   x = larger_of(wide(-126.f), x);
   const Wide round = wide(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
