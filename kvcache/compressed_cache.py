@@ -23,7 +23,7 @@ from kvcache.background import BackgroundCompressor
 from kvcache.compressed_layout import TIER_PAGE_TOKENS, WHOLE_PAGE_TOKENS
 from kvcache.compression import Compressor, TierShare
 from kvcache.frames import FramePool, PageStore
-from kvcache.kernels.page_table import PageLists
+from kvcache.kernels.page_table import LanePages, PageLists
 from kvcache.monitoring import LaneUsage
 from kvcache.page_format import PageFormat
 from kvcache.page_list import PageList
@@ -73,6 +73,9 @@ class CompressedCache:
         self.whole_chunks = whole_chunks
         self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         self._seen: list[Tensor] = []  # what open tokens looked at, in order
+        self._joined: tuple[list[Tensor], LanePages] | None = (
+            None  # the lists before the open pages, as they were
+        )
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]
@@ -190,21 +193,31 @@ class CompressedCache:
         """
         return WHOLE_PAGE_TOKENS - int(self.recent.lengths[0]) % WHOLE_PAGE_TOKENS
 
-    def open_slots(self, num_tokens: int) -> tuple[tuple[Tensor, Tensor], list[PageLists]]:
+    def open_slots(self, num_tokens: int) -> tuple[tuple[Tensor, Tensor], list[LanePages]]:
         """Make room for a step's tokens in the open pages. They count, one by one, when all layers have written them.
 
         Returns:
-            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, and for each token the lists
+            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, and for each token the pages
             as it sees them, the token itself last.
         """
         self._seen.clear()
         slots, recent = self.recent.open_slots(num_tokens), self.recent
-        older = self.page_lists[:-1]
-        lists = [
-            [*older, (recent.format, recent.addresses, recent.counts_with(n))]
+        older = self._older_pages()
+        pages = [
+            older + LanePages.of([(recent.format, recent.addresses, recent.counts_with(n))])
             for n in range(1, num_tokens + 1)
         ]
-        return slots, lists
+        return slots, pages
+
+    def _older_pages(self) -> LanePages:
+        """Return all lists but the open pages joined, which most decode steps leave as they are.
+
+        Lists never change their tensors in place, so the same tensors are the same pages.
+        """
+        tensors = [x for part in self.lists[:-1] for x in (part.addresses, part.lengths)]
+        if self._joined is None or any(x is not y for x, y in zip(tensors, self._joined[0], strict=True)):
+            self._joined = tensors, LanePages.of(self.page_lists[:-1])
+        return self._joined[1]
 
     def count_decoded(self) -> None:
         """Count the next token that all layers have written to the open pages; compress these when they are full.

@@ -180,9 +180,9 @@ class CompressedBackend:
         Of several tokens of one sequence each is a decode of its own, of the same pages and those before it, so that it
         is known of each what it looks at.
         """
-        slots, lists = zip(*(cache.open_slots(count) for cache, count in spans), strict=True)
+        slots, pages = zip(*(cache.open_slots(count) for cache, count in spans), strict=True)
         key_slots, value_slots = (torch.cat(x, 1) for x in zip(*slots, strict=True))  # [lanes, T, D / 16]
-        table = PageTable.of(self.frames.slab, [each for part in lists for each in part])
+        table = PageTable.join(self.frames.slab, [each for part in pages for each in part])
         caches = [cache for cache, count in spans for _ in range(count)]
         write = caches[0].recent.write_pieces
         seen: list[Tensor] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,6 +13,35 @@ from kvcache.page_format import PageFormat
 PageLists = Sequence[tuple[PageFormat, Tensor, Tensor]]
 
 _PER_LANE = ("first", "num_pages", "tokens")
+
+
+@dataclass(frozen=True)
+class LanePages:
+    """One sequence's lists of pages joined, each lane's behind each other."""
+
+    formats: tuple[tuple[PageFormat, int], ...]  # of each list, and its pages of a lane
+    addresses: Tensor  # int64 [lanes, pages]
+    counts: Tensor  # int32 [lanes, pages]
+    tokens: Tensor  # int64 [lanes]
+
+    @classmethod
+    def of(cls, lists: PageLists) -> Self:
+        """Join lists."""
+        counts = torch.cat([part for _, _, part in lists], 1)
+        return cls(
+            tuple((page_format, part.shape[1]) for page_format, part, _ in lists),
+            torch.cat([part for _, part, _ in lists], 1),
+            counts.to(torch.int32),
+            counts.sum(1),
+        )
+
+    def __add__(self, later: Self) -> "LanePages":
+        return LanePages(
+            self.formats + later.formats,
+            torch.cat([self.addresses, later.addresses], 1),
+            torch.cat([self.counts, later.counts], 1),
+            self.tokens + later.tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -42,32 +72,27 @@ class PageTable:
     tokens: Tensor
 
     @classmethod
-    def of(cls, slab: Tensor, sequences: Sequence[PageLists]) -> "PageTable":
+    def of(cls, slab: Tensor, sequences: Sequence[PageLists]) -> Self:
         """Join the lists of several sequences, each lane's in the order given."""
-        formats = tuple(dict.fromkeys(page_format for lists in sequences for page_format, _, _ in lists))
-        addresses, format_ids, counts, first, num_pages, tokens = [], [], [], [], [], []
-        start = 0
-        for lists in sequences:
-            held = torch.cat([part for _, part, _ in lists], 1)  # [lanes, pages]
-            ids = [torch.full((part.shape[1],), formats.index(kind)) for kind, part, _ in lists]
-            addresses.append(held.flatten())
-            format_ids.append(torch.cat(ids).to(torch.uint8).expand_as(held).flatten())
-            filled = torch.cat([part for _, _, part in lists], 1)
-            counts.append(filled.to(torch.int32).flatten())
-            tokens.append(filled.sum(1))
-            num_lanes, width = held.shape
-            first.append(start + torch.arange(num_lanes) * width)
-            num_pages.append(torch.full((num_lanes,), width))
-            start += held.numel()
+        return cls.join(slab, [LanePages.of(lists) for lists in sequences])
+
+    @classmethod
+    def join(cls, slab: Tensor, sequences: Sequence[LanePages]) -> Self:
+        """Join the pages of several sequences."""
+        formats = tuple(dict.fromkeys(kind for pages in sequences for kind, _ in pages.formats))
+        number = {kind: [n] for n, kind in enumerate(formats)}
+        ids = [sum((number[kind] * count for kind, count in pages.formats), []) for pages in sequences]
+        num_lanes, widths = len(sequences[0].tokens), torch.tensor([len(each) for each in ids])
+        starts = (widths.cumsum(0) - widths) * num_lanes
         return cls(
             slab,
             formats,
-            torch.cat(addresses),
-            torch.cat(format_ids),
-            torch.cat(counts),
-            torch.stack(first),
-            torch.stack(num_pages),
-            torch.stack(tokens),
+            torch.cat([pages.addresses.flatten() for pages in sequences]),
+            torch.cat([torch.tensor(each, dtype=torch.uint8).repeat(num_lanes) for each in ids]),
+            torch.cat([pages.counts.flatten() for pages in sequences]),
+            starts[:, None] + widths[:, None] * torch.arange(num_lanes),
+            widths[:, None].repeat(1, num_lanes),
+            torch.stack([pages.tokens for pages in sequences]),
         )
 
     def lanes(self, start: int, end: int) -> "PageTable":
