@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "buffer.h"
 #include "codes.h"
 #include "page.h"
 #include "words.h"
@@ -22,51 +23,64 @@ struct Soon {
   int token_bytes;
 };
 
-// Whole pages: scores[g * stride + t] = q[g] . codes[t], for t < count; up to the next multiple of 8 whatever.
-template <class Codes, int G>
-static void score(const uint8_t* codes, int count, int dim, const float* q, float* scores, int stride, Soon soon) {
-  const int row_bytes = Codes::row_bytes(dim);
+// Whole pages: scores[g * stride + t] = q[g] . rows[t], for t < count rounded up to eights; q in the order of `half`.
+template <class Numbers, int G>
+__attribute__((noinline)) static void score(const uint8_t* rows, int count, int dim, const float* q, float* scores,
+                                            int stride, Soon soon) {
+  const int64_t row_bytes = Numbers::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
-    f32x8 sums[G][8];
-    for (int t = t0; t < t0 + 8; t++) {
-      for (int b = 0; b < soon.token_bytes; b += 64) __builtin_prefetch(soon.start + t * soon.token_bytes + b);
-      const uint8_t* row = codes + (int64_t)std::min(t, count - 1) * row_bytes;
-      f32x8 low[G] = {}, high[G] = {};
-      for (int u = 0; u < dim / 16; u++) {
-        f32x8 a, b;
-        Codes::read(row, dim, u, a, b);
-        for (int g = 0; g < G; g++) {
-          low[g] += a * load(q + g * dim + 16 * u);
-          high[g] += b * load(q + g * dim + 16 * u + 8);
+    f32x8 sums[G][2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const uint8_t* row = rows + (t0 + 4 * i) * row_bytes;
+      f32x8 four[G][4] = {};
+      for (int u = 0; u < dim / 16; u++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          f32x8 query[G];
+#pragma GCC unroll 4
+          for (int g = 0; g < G; g++) hold(query[g] = load(q + g * dim + 16 * u + 8 * half));
+#pragma GCC unroll 4
+          for (int t = 0; t < 4; t++) {
+            const f32x8 x = Numbers::half(row + t * row_bytes, u, half);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) add_product(four[g][t], x, query[g]);
+          }
         }
-      }
-      for (int g = 0; g < G; g++) sums[g][t - t0] = low[g] + high[g];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++)
+        sums[g][i] = add_neighbours(add_neighbours(four[g][0], four[g][1]), add_neighbours(four[g][2], four[g][3]));
     }
-    for (int g = 0; g < G; g++) store(scores + g * stride + t0, sum_each(sums[g]));
+    for (int at = t0 * soon.token_bytes; at < (t0 + 8) * soon.token_bytes; at += 64)
+      __builtin_prefetch(soon.start + at);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) store(scores + g * stride + t0, add_halves(sums[g][0], sums[g][1]));
   }
 }
 
-// Whole pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t]; heads `width` apart.
-template <class Codes, int G>
-static void accumulate(const uint8_t* codes, int count, int dim, const float* weights, int stride, const float* decay,
-                       float* out, int width) {
-  const int row_bytes = Codes::row_bytes(dim);
-  for (int u = 0; u < dim / 16; u++) {
-    f32x8 low[G] = {}, high[G] = {};
-    for (int t = 0; t < count; t++) {
-      f32x8 a, b;
-      Codes::read(codes + (int64_t)t * row_bytes, dim, u, a, b);
-      for (int g = 0; g < G; g++) {
-        low[g] += a * weights[g * stride + t];
-        high[g] += b * weights[g * stride + t];
-      }
+// Whole pages: numbers [16 u, 16 (u + U)) of out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] *
+// rows[t]; heads `width` apart.
+template <class Numbers, int U, int G>
+__attribute__((noinline)) static void accumulate(const uint8_t* rows, int count, int dim, int u, const f32x8* weights,
+                                                 const float* decay, float* out, int width) {
+  const int64_t row_bytes = Numbers::row_bytes(dim);
+  f32x8 sums[G][2 * U] = {};
+  for (int t = 0; t < count; t++, rows += row_bytes, weights += G)
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * U; v++) {
+      const f32x8 x = Numbers::half(rows, u + v / 2, v % 2);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) add_product(sums[g][v], x, weights[g]);
     }
-    for (int g = 0; g < G; g++) {
-      float* o = out + g * width + 16 * u;
-      store(o, load(o) * decay[g] + low[g]);
-      store(o + 8, load(o + 8) * decay[g] + high[g]);
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * U; v += 2) {
+      if (Numbers::WIDTH == 2) zip(sums[g][v], sums[g][v + 1]);
+      float* o = out + g * width + 16 * u + 8 * v;
+      store(o, load(o) * decay[g] + sums[g][v]);
+      store(o + 8, load(o + 8) * decay[g] + sums[g][v + 1]);
     }
-  }
 }
 
 // A number of heads in words: number i is words[i] * factor of its head.
@@ -132,20 +146,17 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
 // Packed pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t] * factors[g], in the
 // order of the codes' vectors.
 template <class Codes, int HALF, int G>
-__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
-                             const float* factors, const float* decay, float* out, int width) {
+__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const i16x16* weights, const float* factors,
+                              const float* decay, float* out, int width) {
   const int64_t row_bytes = Codes::row_bytes(dim);
   i32x8 sums[G][4] = {};
-  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes) {
+  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes, weights += G) {
     const typename Codes::template Values<HALF> x(codes, codes + row_bytes, dim, slice);
-    i16x16 pair[G];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; g++) pair[g] = splat_pair(weights + g * stride + t);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       const i16x16 x_codes = (i16x16)x.codes(v);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) add_products(sums[g][v], x_codes, pair[g]);
+      for (int g = 0; g < G; g++) add_products(sums[g][v], x_codes, weights + g);
     }
   }
 #pragma GCC unroll 4
@@ -158,11 +169,11 @@ __attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int
 }
 
 template <class Codes, int G>
-static void accumulate_words(const uint8_t* codes, int count, int dim, const int16_t* weights, int stride,
-                             const float* factors, const float* decay, float* out, int width) {
+static void accumulate_words(const uint8_t* codes, int count, int dim, const i16x16* weights, const float* factors,
+                              const float* decay, float* out, int width) {
   for (int slice = 0; slice < Codes::slices(dim); slice++)
     (slice % 2 ? accumulate_slice<Codes, 1, G> : accumulate_slice<Codes, 0, G>)(
-        codes, count, dim, slice, weights, stride, factors, decay, out, width);
+        codes, count, dim, slice, weights, factors, decay, out, width);
 }
 
 // Online softmax over the pages of one work unit.
@@ -173,6 +184,7 @@ class Attention {
         sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), scales_(std::max(width_, stride_)),
         minima_(std::max(width_, stride_)), decay_(heads), bias_(heads), minimum_(heads) {
     rounded_.resize(heads, std::max(width_, stride_));
+    spread_.resize(heads * stride_);
   }
 
   // Starts anew. out [G, D], max [G], sum [G] are the caller's and hold the partial result after `add`s and `finish`:
@@ -184,7 +196,7 @@ class Attention {
     std::fill(sum, sum + heads_, 0.f);
     std::fill(sums_.begin(), sums_.end(), 0.f);
     std::fill(minimum_.begin(), minimum_.end(), 0.f);
-    sorted_bits_ = 0;
+    sorted_unit_ = 0;
   }
 
   // Adds a page. With `kept`, scores in units of log2 are left there, heads `kept_stride` apart. `next` may be null.
@@ -220,18 +232,21 @@ class Attention {
 
   void add_whole(const Page& page, float* kept, int64_t kept_stride) {
     transpose(false);
-    with_codes(16, page.format->whole_bytes, [&](auto codes) {
-      using Codes = decltype(codes);
+    with_whole(page.format->whole_bytes, [&](auto numbers) {
+      using Numbers = decltype(numbers);
+      sort_query<Numbers>();
       for_heads([&](auto group, int g) {
         // Values are read across their rows.
-        const Soon soon = {page.values, g == 0 ? Codes::row_bytes(dim_) : 0};
-        score<Codes, decltype(group)::value>(page.keys, page.count, dim_, &query_[g * dim_], &scores_[g * stride_],
+        const Soon soon = {page.values, g == 0 ? Numbers::row_bytes(dim_) : 0};
+        score<Numbers, decltype(group)::value>(page.keys, page.count, dim_, &sorted_[g * dim_], &scores_[g * stride_],
                                              stride_, soon);
       });
       soften<false>(page, kept, kept_stride);
       for_heads([&](auto group, int g) {
-        accumulate<Codes, decltype(group)::value>(page.values, page.count, dim_, &scores_[g * stride_], stride_,
-                                                  &decay_[g], &sums_[g * width_], width_);
+        constexpr int G = decltype(group)::value;
+        for (int u = 0; u < dim_ / 16; u += 2)
+          (u + 1 < dim_ / 16 ? accumulate<Numbers, 2, G> : accumulate<Numbers, 1, G>)(
+              page.values, page.count, dim_, u, spread(g), &decay_[g], &sums_[g * width_], width_);
       });
     });
   }
@@ -254,13 +269,13 @@ class Attention {
     with_words(f.value_bits, [&](auto codes) {
       for_heads([&](auto group, int g) {
         accumulate_words<decltype(codes), decltype(group)::value>(
-            page.values, page.count, dim_, &rounded_.words[g * stride_], stride_, &rounded_.factors[g], &decay_[g],
+            page.values, page.count, dim_, (const i16x16*)spread(g), &rounded_.factors[g], &decay_[g],
             &sums_[g * width_], width_);
       });
     });
   }
 
-  // Brings numbers [units of 8 WIDTH] into the order of the vectors of codes.
+  // Brings numbers, units of 8 WIDTH of them, into the order in which they are multiplied.
   template <class Codes>
   static void sort(float* x, int count) {
     for (int i = 0; i < count; i += 8 * Codes::WIDTH) {
@@ -273,20 +288,26 @@ class Attention {
     }
   }
 
-  // Leaves q * scale per channel in rounded_, in the order of the vectors of codes, and q . minima in bias_. Returns how
-  // many numbers a head has: what is beyond the channels is zero.
+  // Leaves the query in sorted_, each head filled up with zeros to whole units, and returns how wide that makes it.
+  template <class Codes>
+  int sort_query() {
+    constexpr int UNIT = 8 * Codes::WIDTH;
+    const int width = (dim_ + UNIT - 1) / UNIT * UNIT;
+    if (sorted_unit_ == UNIT) return width;
+    sorted_unit_ = UNIT;
+    for (int g = 0; g < heads_; g++) {
+      std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
+      std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
+    }
+    sort<Codes>(sorted_.data(), heads_ * width);
+    return width;
+  }
+
+  // Leaves q * scale per channel in rounded_, sorted, and q . minima in bias_; returns the width of a head.
   template <class Codes>
   int fold_key_scales(const Page& page) {
     const Format& f = *page.format;
-    const int width = (dim_ + 8 * Codes::WIDTH - 1) / (8 * Codes::WIDTH) * (8 * Codes::WIDTH);
-    if (sorted_bits_ != f.key_bits) {
-      sorted_bits_ = f.key_bits;
-      for (int g = 0; g < heads_; g++) {
-        std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
-        std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
-      }
-      sort<Codes>(sorted_.data(), heads_ * width);
-    }
+    const int width = sort_query<Codes>();
     read_halves(page.base + f.key_minima, dim_, minima_.data());
     read_halves(page.base + f.key_scales, dim_, scales_.data());
     std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
@@ -340,6 +361,8 @@ class Attention {
     for_heads([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
 
+  f32x8* spread(int head) { return spread_.data() + head * stride_; }
+
   template <bool PACKED, int G>
   void weigh(int first, int count, float top) {
     float *s = &scores_[first * stride_], *max = max_ + first;
@@ -375,7 +398,13 @@ class Attention {
       sum_[first + g] = sum_[first + g] * decay[g] + sum_of(sum[g]);
       minimum_[first + g] = minimum_[first + g] * decay[g] + sum_of(minimum[g]);
     }
-    if (!PACKED) return;
+    f32x8* to = spread(first);
+    if (!PACKED) {
+      for (int t = 0; t < count; t++)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) *to++ = splat(s[g * stride_ + t]);
+      return;
+    }
     float inverse[G];
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
@@ -383,6 +412,9 @@ class Attention {
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) store_words(words + g * stride_ + t, load(s + g * stride_ + t) * inverse[g]);
+    for (int t = 0; t < count; t += 2)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) *to++ = (f32x8)splat_pair(words + g * stride_ + t);
   }
 
   // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
@@ -395,9 +427,10 @@ class Attention {
   }
 
   const int heads_, dim_, stride_, width_;
-  int sorted_bits_ = 0;      // key bits that sorted_, the query, is sorted for
+  int sorted_unit_ = 0;      // numbers of a unit in which sorted_, the query, is sorted
   bool transposed_ = false;  // sums_ are
   std::vector<float> query_, sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
   Rounded rounded_;
+  Buffer<f32x8> spread_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
 };
