@@ -23,10 +23,18 @@ struct Soon {
   int token_bytes;
 };
 
+// Asks for bytes that will be read soon; returns what follows them.
+template <int BYTES>
+static inline const uint8_t* fetch(const uint8_t* soon) {
+#pragma GCC unroll 4
+  for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(soon + b);
+  return soon + BYTES;
+}
+
 // Whole pages: scores[g * stride + t] = q[g] . rows[t], for t < count rounded up to eights; q in the order of `half`.
 template <class Numbers, int G>
 __attribute__((noinline)) static void score(const uint8_t* rows, int count, int dim, const float* q, float* scores,
-                                            int stride, Soon soon) {
+                                            int stride, const uint8_t* soon) {
   const int64_t row_bytes = Numbers::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
     f32x8 sums[G][2];
@@ -34,7 +42,8 @@ __attribute__((noinline)) static void score(const uint8_t* rows, int count, int 
     for (int i = 0; i < 2; i++) {
       const uint8_t* row = rows + (t0 + 4 * i) * row_bytes;
       f32x8 four[G][4] = {};
-      for (int u = 0; u < dim / 16; u++)
+      for (int u = 0; u < dim / 16; u++) {
+        if (soon) soon = fetch<4 * 16 * Numbers::BYTES>(soon);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
           f32x8 query[G];
@@ -47,12 +56,11 @@ __attribute__((noinline)) static void score(const uint8_t* rows, int count, int 
             for (int g = 0; g < G; g++) add_product(four[g][t], x, query[g]);
           }
         }
+      }
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++)
         sums[g][i] = add_neighbours(add_neighbours(four[g][0], four[g][1]), add_neighbours(four[g][2], four[g][3]));
     }
-    for (int at = t0 * soon.token_bytes; at < (t0 + 8) * soon.token_bytes; at += 64)
-      __builtin_prefetch(soon.start + at);
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) store(scores + g * stride + t0, add_halves(sums[g][0], sums[g][1]));
   }
@@ -62,16 +70,19 @@ __attribute__((noinline)) static void score(const uint8_t* rows, int count, int 
 // rows[t]; heads `width` apart.
 template <class Numbers, int U, int G>
 __attribute__((noinline)) static void accumulate(const uint8_t* rows, int count, int dim, int u, const f32x8* weights,
-                                                 const float* decay, float* out, int width) {
+                                                 const float* decay, float* out, int width,
+                                                 const uint8_t* soon) {
   const int64_t row_bytes = Numbers::row_bytes(dim);
   f32x8 sums[G][2 * U] = {};
-  for (int t = 0; t < count; t++, rows += row_bytes, weights += G)
+  for (int t = 0; t < count; t++, rows += row_bytes, weights += G) {
+    if (soon) soon = fetch<U * 16 * Numbers::BYTES>(soon);
 #pragma GCC unroll 4
     for (int v = 0; v < 2 * U; v++) {
       const f32x8 x = Numbers::half(rows, u + v / 2, v % 2);
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) add_product(sums[g][v], x, weights[g]);
     }
+  }
 #pragma GCC unroll 4
   for (int g = 0; g < G; g++)
 #pragma GCC unroll 4
@@ -202,7 +213,7 @@ class Attention {
   // Adds a page. With `kept`, scores in units of log2 are left there, heads `kept_stride` apart. `next` may be null.
   void add(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
     if (page.format->key_scales < 0)
-      add_whole(page, kept, kept_stride);
+      add_whole(page, next, kept, kept_stride);
     else
       add_packed(page, next, kept, kept_stride);
   }
@@ -230,23 +241,22 @@ class Attention {
     }
   }
 
-  void add_whole(const Page& page, float* kept, int64_t kept_stride) {
+  void add_whole(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
     transpose(false);
     with_whole(page.format->whole_bytes, [&](auto numbers) {
       using Numbers = decltype(numbers);
       sort_query<Numbers>();
       for_heads([&](auto group, int g) {
-        // Values are read across their rows.
-        const Soon soon = {page.values, g == 0 ? Numbers::row_bytes(dim_) : 0};
         score<Numbers, decltype(group)::value>(page.keys, page.count, dim_, &sorted_[g * dim_], &scores_[g * stride_],
-                                             stride_, soon);
+                                               stride_, g == 0 ? page.values : nullptr);
       });
       soften<false>(page, kept, kept_stride);
       for_heads([&](auto group, int g) {
         constexpr int G = decltype(group)::value;
         for (int u = 0; u < dim_ / 16; u += 2)
           (u + 1 < dim_ / 16 ? accumulate<Numbers, 2, G> : accumulate<Numbers, 1, G>)(
-              page.values, page.count, dim_, u, spread(g), &decay_[g], &sums_[g * width_], width_);
+              page.values, page.count, dim_, u, spread(g), &decay_[g], &sums_[g * width_], width_,
+              next && g == 0 && Numbers::BYTES == 2 ? next->keys + u * 16 * Numbers::BYTES * page.count : nullptr);
       });
     });
   }

@@ -11,7 +11,7 @@ static inline uint32_t word(const uint8_t* p) {
 }
 
 struct Float32 {
-  static constexpr int WIDTH = 1;
+  static constexpr int BYTES = 4, WIDTH = 1;
   static int row_bytes(int dim) { return 4 * dim; }
   static f32x8 half(const uint8_t* row, int u, int half) { return load((const float*)row + 16 * u + 8 * half); }
   static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
@@ -21,7 +21,7 @@ struct Float32 {
 };
 
 struct Bfloat16 {
-  static constexpr int WIDTH = 2;
+  static constexpr int BYTES = 2, WIDTH = 2;
   static int row_bytes(int dim) { return 2 * dim; }
   static f32x8 half(const uint8_t* row, int u, int half) {
     u32x8 x;
