@@ -3,8 +3,9 @@
 // Scales never touch the codes: a key channel's scale goes into the query once per page, its minimum into one number
 // per query; a value token's scale goes into its softmax weight. So a page is read as codes, once, in registers.
 //
-// Codes are multiplied as integers: query and weights, scales in them, are rounded to words whose largest is TOP, per
-// page and head. That is exact to 2e-5 of the largest, takes half the vectors of floats, and no conversion of codes.
+// Codes are multiplied as integers: query and weights, scales in them, are rounded to 16-bit words, per page and head
+// such that the largest becomes 32,767. That is exact to 2e-5 of the largest, and takes half as many vectors as floats
+// and no conversion of codes.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,8 +15,9 @@
 #include "page.h"
 #include "words.h"
 
-// Up to four query heads share one unpacking of the codes: more do not fit the 16 registers of AVX2.
-constexpr int MAX_HEADS = 4;
+// So many query heads share one reading of a page: more sums than theirs do not fit the 16 registers of AVX2. Packed
+// pages would let one head less fit better, but sharing the unpacking is worth more.
+constexpr int WHOLE_HEADS = 3, PACKED_HEADS = 4;
 
 // What will be read next: memory is asked for it, some bytes per token, while the arithmetic is busy.
 struct Soon {
@@ -33,8 +35,8 @@ static inline const uint8_t* fetch(const uint8_t* soon) {
 
 // Whole pages: scores[g * stride + t] = q[g] . rows[t], for t < count rounded up to eights; q in the order of `half`.
 template <class Numbers, int G>
-__attribute__((noinline)) static void score(const uint8_t* rows, int count, int dim, const float* q, float* scores,
-                                            int stride, const uint8_t* soon) {
+[[gnu::noinline]] static void score(const uint8_t* rows, int count, int dim, const float* q, float* scores, int stride,
+                                    const uint8_t* soon) {
   const int64_t row_bytes = Numbers::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
     f32x8 sums[G][2];
@@ -66,12 +68,11 @@ __attribute__((noinline)) static void score(const uint8_t* rows, int count, int 
   }
 }
 
-// Whole pages: numbers [16 u, 16 (u + U)) of out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] *
-// rows[t]; heads `width` apart.
+// Whole pages: numbers [16 u, 16 (u + U)) of out[g] = out[g] * decay[g] + sum over t of weights[t * G + g] * rows[t];
+// heads `width` apart. A weight fills a vector, so that it can be multiplied from memory: registers are for the sums.
 template <class Numbers, int U, int G>
-__attribute__((noinline)) static void accumulate(const uint8_t* rows, int count, int dim, int u, const f32x8* weights,
-                                                 const float* decay, float* out, int width,
-                                                 const uint8_t* soon) {
+[[gnu::noinline]] static void accumulate(const uint8_t* rows, int count, int dim, int u, const f32x8* weights,
+                                         const float* decay, float* out, int width, const uint8_t* soon) {
   const int64_t row_bytes = Numbers::row_bytes(dim);
   f32x8 sums[G][2 * U] = {};
   for (int t = 0; t < count; t++, rows += row_bytes, weights += G) {
@@ -94,7 +95,7 @@ __attribute__((noinline)) static void accumulate(const uint8_t* rows, int count,
     }
 }
 
-// A number of heads in words: number i is words[i] * factor of its head.
+// Numbers of some heads as words: a number is its word times its head's factor.
 struct Rounded {
   std::vector<int16_t> words;
   std::vector<float> factors;
@@ -119,8 +120,9 @@ static inline float top_word(int bits, int count) {
 // Packed pages: scores[g * stride + t] = q[g] . codes[t] * factors[g] + bias[g], for t < count rounded up to eights; q
 // in the order of the codes' vectors.
 template <class Codes, int G>
-__attribute__((noinline)) static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
-                        const float* bias, float* scores, int stride, Soon soon) {
+[[gnu::noinline]] static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width,
+                                          const float* factors, const float* bias, float* scores, int stride,
+                                          Soon soon) {
   const int64_t row_bytes = Codes::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
     i32x8 sums[G][2];
@@ -129,6 +131,8 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
       // A vector has token t in its lower half and token t + 4 in its upper one.
       const uint8_t* row = codes + (t0 + 2 * i) * row_bytes;
       i32x8 a[G] = {}, b[G] = {};
+      for (int at = (t0 + 4 * i) * soon.token_bytes; at < (t0 + 4 * i + 4) * soon.token_bytes; at += 64)
+        __builtin_prefetch(soon.start + at);
       for (int u = 0; u < width / (8 * Codes::WIDTH); u++) {
         const typename Codes::Keys x(row, row + 4 * row_bytes, dim, u);
         const typename Codes::Keys y(row + row_bytes, row + 5 * row_bytes, dim, u);
@@ -146,19 +150,18 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) sums[g][i] = add_neighbours(a[g], b[g]);
     }
-    for (int at = t0 * soon.token_bytes; at < (t0 + 8) * soon.token_bytes; at += 64)
-      __builtin_prefetch(soon.start + at);
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++)
       store(scores + g * stride + t0, to_float(add_neighbours(sums[g][0], sums[g][1])) * factors[g] + bias[g]);
   }
 }
 
-// Packed pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t] * factors[g], in the
-// order of the codes' vectors.
+// Packed pages: a slice of out[g] = out[g] * decay[g] + sum over t of weights[t, g] * codes[t] * factors[g], in the
+// order of the codes' vectors. The weights of two slots fill a vector, heads next to each other.
 template <class Codes, int HALF, int G>
-__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const i16x16* weights, const float* factors,
-                              const float* decay, float* out, int width) {
+[[gnu::noinline]] static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice,
+                                               const i16x16* weights, const float* factors, const float* decay,
+                                               float* out, int width) {
   const int64_t row_bytes = Codes::row_bytes(dim);
   i32x8 sums[G][4] = {};
   for (int t = 0; t < count; t += 2, codes += 2 * row_bytes, weights += G) {
@@ -181,7 +184,7 @@ __attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int
 
 template <class Codes, int G>
 static void accumulate_words(const uint8_t* codes, int count, int dim, const i16x16* weights, const float* factors,
-                              const float* decay, float* out, int width) {
+                             const float* decay, float* out, int width) {
   for (int slice = 0; slice < Codes::slices(dim); slice++)
     (slice % 2 ? accumulate_slice<Codes, 1, G> : accumulate_slice<Codes, 0, G>)(
         codes, count, dim, slice, weights, factors, decay, out, width);
@@ -230,10 +233,10 @@ class Attention {
     static constexpr int value = G;
   };
 
-  template <class Use>
+  template <int MAX, class Use>
   void for_heads(Use use) {
     int g = 0;
-    for (; g + MAX_HEADS <= heads_; g += MAX_HEADS) use(Heads<MAX_HEADS>{}, g);
+    for (; g + MAX <= heads_; g += MAX) use(Heads<MAX>{}, g);
     switch (heads_ - g) {
       case 1: return use(Heads<1>{}, g);
       case 2: return use(Heads<2>{}, g);
@@ -246,17 +249,18 @@ class Attention {
     with_whole(page.format->whole_bytes, [&](auto numbers) {
       using Numbers = decltype(numbers);
       sort_query<Numbers>();
-      for_heads([&](auto group, int g) {
+      for_heads<WHOLE_HEADS>([&](auto group, int g) {
         score<Numbers, decltype(group)::value>(page.keys, page.count, dim_, &sorted_[g * dim_], &scores_[g * stride_],
                                                stride_, g == 0 ? page.values : nullptr);
       });
       soften<false>(page, kept, kept_stride);
-      for_heads([&](auto group, int g) {
+      constexpr bool ahead = Numbers::BYTES == 2;  // of 4 bytes they would drive this page out of the cache
+      for_heads<WHOLE_HEADS>([&](auto group, int g) {
         constexpr int G = decltype(group)::value;
         for (int u = 0; u < dim_ / 16; u += 2)
           (u + 1 < dim_ / 16 ? accumulate<Numbers, 2, G> : accumulate<Numbers, 1, G>)(
               page.values, page.count, dim_, u, spread(g), &decay_[g], &sums_[g * width_], width_,
-              next && g == 0 && Numbers::BYTES == 2 ? next->keys + u * 16 * Numbers::BYTES * page.count : nullptr);
+              next && ahead && g == 0 ? next->keys + u * 16 * Numbers::BYTES * page.count : nullptr);
       });
     });
   }
@@ -268,7 +272,7 @@ class Attention {
     with_words(f.key_bits, [&](auto codes) {
       using Codes = decltype(codes);
       const int width = fold_key_scales<Codes>(page);
-      for_heads([&](auto group, int g) {
+      for_heads<PACKED_HEADS>([&](auto group, int g) {
         score_words<Codes, decltype(group)::value>(page.keys, page.count, dim_, &rounded_.words[g * width], width,
                                                    &rounded_.factors[g], &bias_[g], &scores_[g * stride_], stride_,
                                                    g == 0 ? soon : Soon{nullptr, 0});
@@ -277,7 +281,7 @@ class Attention {
     soften<true>(page, kept, kept_stride);
     transpose(f.value_bits < 8);
     with_words(f.value_bits, [&](auto codes) {
-      for_heads([&](auto group, int g) {
+      for_heads<PACKED_HEADS>([&](auto group, int g) {
         accumulate_words<decltype(codes), decltype(group)::value>(
             page.values, page.count, dim_, (const i16x16*)spread(g), &rounded_.factors[g], &decay_[g],
             &sums_[g * width_], width_);
@@ -323,7 +327,7 @@ class Attention {
     std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
     sort<Codes>(scales_.data(), width);
     const float top = top_word(f.key_bits, dim_);
-    for_heads([&](auto group, int first) {
+    for_heads<PACKED_HEADS>([&](auto group, int first) {
       constexpr int G = decltype(group)::value;
       const float *plain = &query_[first * dim_], *sorted = &sorted_[first * width];
       f32x8 bias[G] = {}, largest[G] = {};
@@ -368,7 +372,7 @@ class Attention {
       read_halves(page.base + f.value_minima, page.count, minima_.data());
     }
     const float top = PACKED ? top_word(f.value_bits, f.page_tokens) : 0;
-    for_heads([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
+    for_heads<PACKED ? PACKED_HEADS : WHOLE_HEADS>([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
 
   f32x8* spread(int head) { return spread_.data() + head * stride_; }
