@@ -372,7 +372,8 @@ class Attention {
       read_halves(page.base + f.value_minima, page.count, minima_.data());
     }
     const float top = PACKED ? top_word(f.value_bits, f.page_tokens) : 0;
-    for_heads<PACKED ? PACKED_HEADS : WHOLE_HEADS>([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
+    constexpr int MAX = PACKED ? PACKED_HEADS : WHOLE_HEADS;
+    for_heads<MAX>([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
 
   f32x8* spread(int head) { return spread_.data() + head * stride_; }
