@@ -3,18 +3,21 @@
 // Scales never touch the codes: a key channel's scale goes into the query once per page, its minimum into one number
 // per query; a value token's scale goes into its softmax weight. So a page is read as codes, once, in registers.
 //
-// Codes are multiplied as integers: query and weights, scales in them, are rounded to words whose largest is TOP, per
-// page and head. That is exact to 2e-5 of the largest, takes half the vectors of floats, and no conversion of codes.
+// Codes are multiplied as integers: query and weights, scales in them, are rounded to 16-bit words, per page and head
+// such that the largest becomes 32,767. That is exact to 2e-5 of the largest, and takes half as many vectors as floats
+// and no conversion of codes.
 #pragma once
 #include <algorithm>
 #include <vector>
 
+#include "buffer.h"
 #include "codes.h"
 #include "page.h"
 #include "words.h"
 
-// Up to four query heads share one unpacking of the codes: more do not fit the 16 registers of AVX2.
-constexpr int MAX_HEADS = 4;
+// So many query heads share one reading of a page: more sums than theirs do not fit the 16 registers of AVX2. Packed
+// pages would let one head less fit better, but sharing the unpacking is worth more.
+constexpr int WHOLE_HEADS = 3, PACKED_HEADS = 4;
 
 // What will be read next: memory is asked for it, some bytes per token, while the arithmetic is busy.
 struct Soon {
@@ -22,54 +25,77 @@ struct Soon {
   int token_bytes;
 };
 
-// Whole pages: scores[g * stride + t] = q[g] . codes[t], for t < count; up to the next multiple of 8 whatever.
-template <class Codes, int G>
-static void score(const uint8_t* codes, int count, int dim, const float* q, float* scores, int stride, Soon soon) {
-  const int row_bytes = Codes::row_bytes(dim);
+// Asks for bytes that will be read soon; returns what follows them.
+template <int BYTES>
+static inline const uint8_t* fetch(const uint8_t* soon) {
+#pragma GCC unroll 4
+  for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(soon + b);
+  return soon + BYTES;
+}
+
+// Whole pages: scores[g * stride + t] = q[g] . rows[t], for t < count rounded up to eights; q in the order of `half`.
+template <class Numbers, int G>
+[[gnu::noinline]] static void score(const uint8_t* rows, int count, int dim, const float* q, float* scores, int stride,
+                                    const uint8_t* soon) {
+  const int64_t row_bytes = Numbers::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
-    f32x8 sums[G][8];
-    for (int t = t0; t < t0 + 8; t++) {
-      for (int b = 0; b < soon.token_bytes; b += 64) __builtin_prefetch(soon.start + t * soon.token_bytes + b);
-      const uint8_t* row = codes + (int64_t)std::min(t, count - 1) * row_bytes;
-      f32x8 low[G] = {}, high[G] = {};
+    f32x8 sums[G][2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const uint8_t* row = rows + (t0 + 4 * i) * row_bytes;
+      f32x8 four[G][4] = {};
       for (int u = 0; u < dim / 16; u++) {
-        f32x8 a, b;
-        Codes::read(row, dim, u, a, b);
-        for (int g = 0; g < G; g++) {
-          low[g] += a * load(q + g * dim + 16 * u);
-          high[g] += b * load(q + g * dim + 16 * u + 8);
+        if (soon) soon = fetch<4 * 16 * Numbers::BYTES>(soon);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          f32x8 query[G];
+#pragma GCC unroll 4
+          for (int g = 0; g < G; g++) hold(query[g] = load(q + g * dim + 16 * u + 8 * half));
+#pragma GCC unroll 4
+          for (int t = 0; t < 4; t++) {
+            const f32x8 x = Numbers::half(row + t * row_bytes, u, half);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) add_product(four[g][t], x, query[g]);
+          }
         }
       }
-      for (int g = 0; g < G; g++) sums[g][t - t0] = low[g] + high[g];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++)
+        sums[g][i] = add_neighbours(add_neighbours(four[g][0], four[g][1]), add_neighbours(four[g][2], four[g][3]));
     }
-    for (int g = 0; g < G; g++) store(scores + g * stride + t0, sum_each(sums[g]));
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) store(scores + g * stride + t0, add_halves(sums[g][0], sums[g][1]));
   }
 }
 
-// Whole pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t]; heads `width` apart.
-template <class Codes, int G>
-static void accumulate(const uint8_t* codes, int count, int dim, const float* weights, int stride, const float* decay,
-                       float* out, int width) {
-  const int row_bytes = Codes::row_bytes(dim);
-  for (int u = 0; u < dim / 16; u++) {
-    f32x8 low[G] = {}, high[G] = {};
-    for (int t = 0; t < count; t++) {
-      f32x8 a, b;
-      Codes::read(codes + (int64_t)t * row_bytes, dim, u, a, b);
-      for (int g = 0; g < G; g++) {
-        low[g] += a * weights[g * stride + t];
-        high[g] += b * weights[g * stride + t];
-      }
-    }
-    for (int g = 0; g < G; g++) {
-      float* o = out + g * width + 16 * u;
-      store(o, load(o) * decay[g] + low[g]);
-      store(o + 8, load(o + 8) * decay[g] + high[g]);
+// Whole pages: numbers [16 u, 16 (u + U)) of out[g] = out[g] * decay[g] + sum over t of weights[t * G + g] * rows[t];
+// heads `width` apart. A weight fills a vector, so that it can be multiplied from memory: registers are for the sums.
+template <class Numbers, int U, int G>
+[[gnu::noinline]] static void accumulate(const uint8_t* rows, int count, int dim, int u, const f32x8* weights,
+                                         const float* decay, float* out, int width, const uint8_t* soon) {
+  const int64_t row_bytes = Numbers::row_bytes(dim);
+  f32x8 sums[G][2 * U] = {};
+  for (int t = 0; t < count; t++, rows += row_bytes, weights += G) {
+    if (soon) soon = fetch<U * 16 * Numbers::BYTES>(soon);
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * U; v++) {
+      const f32x8 x = Numbers::half(rows, u + v / 2, v % 2);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) add_product(sums[g][v], x, weights[g]);
     }
   }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * U; v += 2) {
+      if (Numbers::WIDTH == 2) zip(sums[g][v], sums[g][v + 1]);
+      float* o = out + g * width + 16 * u + 8 * v;
+      store(o, load(o) * decay[g] + sums[g][v]);
+      store(o + 8, load(o + 8) * decay[g] + sums[g][v + 1]);
+    }
 }
 
-// A number of heads in words: number i is words[i] * factor of its head.
+// Numbers of some heads as words: a number is its word times its head's factor.
 struct Rounded {
   std::vector<int16_t> words;
   std::vector<float> factors;
@@ -94,8 +120,9 @@ static inline float top_word(int bits, int count) {
 // Packed pages: scores[g * stride + t] = q[g] . codes[t] * factors[g] + bias[g], for t < count rounded up to eights; q
 // in the order of the codes' vectors.
 template <class Codes, int G>
-__attribute__((noinline)) static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width, const float* factors,
-                        const float* bias, float* scores, int stride, Soon soon) {
+[[gnu::noinline]] static void score_words(const uint8_t* codes, int count, int dim, const int16_t* q, int width,
+                                          const float* factors, const float* bias, float* scores, int stride,
+                                          Soon soon) {
   const int64_t row_bytes = Codes::row_bytes(dim);
   for (int t0 = 0; t0 < count; t0 += 8) {
     i32x8 sums[G][2];
@@ -104,6 +131,8 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
       // A vector has token t in its lower half and token t + 4 in its upper one.
       const uint8_t* row = codes + (t0 + 2 * i) * row_bytes;
       i32x8 a[G] = {}, b[G] = {};
+      for (int at = (t0 + 4 * i) * soon.token_bytes; at < (t0 + 4 * i + 4) * soon.token_bytes; at += 64)
+        __builtin_prefetch(soon.start + at);
       for (int u = 0; u < width / (8 * Codes::WIDTH); u++) {
         const typename Codes::Keys x(row, row + 4 * row_bytes, dim, u);
         const typename Codes::Keys y(row + row_bytes, row + 5 * row_bytes, dim, u);
@@ -121,31 +150,27 @@ __attribute__((noinline)) static void score_words(const uint8_t* codes, int coun
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) sums[g][i] = add_neighbours(a[g], b[g]);
     }
-    for (int at = t0 * soon.token_bytes; at < (t0 + 8) * soon.token_bytes; at += 64)
-      __builtin_prefetch(soon.start + at);
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++)
       store(scores + g * stride + t0, to_float(add_neighbours(sums[g][0], sums[g][1])) * factors[g] + bias[g]);
   }
 }
 
-// Packed pages: out[g] = out[g] * decay[g] + sum over t of weights[g * stride + t] * codes[t] * factors[g], in the
-// order of the codes' vectors.
+// Packed pages: a slice of out[g] = out[g] * decay[g] + sum over t of weights[t, g] * codes[t] * factors[g], in the
+// order of the codes' vectors. The weights of two slots fill a vector, heads next to each other.
 template <class Codes, int HALF, int G>
-__attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice, const int16_t* weights, int stride,
-                             const float* factors, const float* decay, float* out, int width) {
+[[gnu::noinline]] static void accumulate_slice(const uint8_t* codes, int count, int dim, int slice,
+                                               const i16x16* weights, const float* factors, const float* decay,
+                                               float* out, int width) {
   const int64_t row_bytes = Codes::row_bytes(dim);
   i32x8 sums[G][4] = {};
-  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes) {
+  for (int t = 0; t < count; t += 2, codes += 2 * row_bytes, weights += G) {
     const typename Codes::template Values<HALF> x(codes, codes + row_bytes, dim, slice);
-    i16x16 pair[G];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; g++) pair[g] = splat_pair(weights + g * stride + t);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       const i16x16 x_codes = (i16x16)x.codes(v);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) add_products(sums[g][v], x_codes, pair[g]);
+      for (int g = 0; g < G; g++) add_products(sums[g][v], x_codes, weights + g);
     }
   }
 #pragma GCC unroll 4
@@ -158,11 +183,11 @@ __attribute__((noinline)) static void accumulate_slice(const uint8_t* codes, int
 }
 
 template <class Codes, int G>
-static void accumulate_words(const uint8_t* codes, int count, int dim, const int16_t* weights, int stride,
-                             const float* factors, const float* decay, float* out, int width) {
+static void accumulate_words(const uint8_t* codes, int count, int dim, const i16x16* weights, const float* factors,
+                             const float* decay, float* out, int width) {
   for (int slice = 0; slice < Codes::slices(dim); slice++)
     (slice % 2 ? accumulate_slice<Codes, 1, G> : accumulate_slice<Codes, 0, G>)(
-        codes, count, dim, slice, weights, stride, factors, decay, out, width);
+        codes, count, dim, slice, weights, factors, decay, out, width);
 }
 
 // Online softmax over the pages of one work unit.
@@ -173,6 +198,7 @@ class Attention {
         sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), scales_(std::max(width_, stride_)),
         minima_(std::max(width_, stride_)), decay_(heads), bias_(heads), minimum_(heads) {
     rounded_.resize(heads, std::max(width_, stride_));
+    spread_.resize(heads * stride_);
   }
 
   // Starts anew. out [G, D], max [G], sum [G] are the caller's and hold the partial result after `add`s and `finish`:
@@ -184,13 +210,13 @@ class Attention {
     std::fill(sum, sum + heads_, 0.f);
     std::fill(sums_.begin(), sums_.end(), 0.f);
     std::fill(minimum_.begin(), minimum_.end(), 0.f);
-    sorted_bits_ = 0;
+    sorted_unit_ = 0;
   }
 
   // Adds a page. With `kept`, scores in units of log2 are left there, heads `kept_stride` apart. `next` may be null.
   void add(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
     if (page.format->key_scales < 0)
-      add_whole(page, kept, kept_stride);
+      add_whole(page, next, kept, kept_stride);
     else
       add_packed(page, next, kept, kept_stride);
   }
@@ -207,10 +233,10 @@ class Attention {
     static constexpr int value = G;
   };
 
-  template <class Use>
+  template <int MAX, class Use>
   void for_heads(Use use) {
     int g = 0;
-    for (; g + MAX_HEADS <= heads_; g += MAX_HEADS) use(Heads<MAX_HEADS>{}, g);
+    for (; g + MAX <= heads_; g += MAX) use(Heads<MAX>{}, g);
     switch (heads_ - g) {
       case 1: return use(Heads<1>{}, g);
       case 2: return use(Heads<2>{}, g);
@@ -218,20 +244,23 @@ class Attention {
     }
   }
 
-  void add_whole(const Page& page, float* kept, int64_t kept_stride) {
+  void add_whole(const Page& page, const Page* next, float* kept, int64_t kept_stride) {
     transpose(false);
-    with_codes(16, page.format->whole_bytes, [&](auto codes) {
-      using Codes = decltype(codes);
-      for_heads([&](auto group, int g) {
-        // Values are read across their rows.
-        const Soon soon = {page.values, g == 0 ? Codes::row_bytes(dim_) : 0};
-        score<Codes, decltype(group)::value>(page.keys, page.count, dim_, &query_[g * dim_], &scores_[g * stride_],
-                                             stride_, soon);
+    with_whole(page.format->whole_bytes, [&](auto numbers) {
+      using Numbers = decltype(numbers);
+      sort_query<Numbers>();
+      for_heads<WHOLE_HEADS>([&](auto group, int g) {
+        score<Numbers, decltype(group)::value>(page.keys, page.count, dim_, &sorted_[g * dim_], &scores_[g * stride_],
+                                               stride_, g == 0 ? page.values : nullptr);
       });
       soften<false>(page, kept, kept_stride);
-      for_heads([&](auto group, int g) {
-        accumulate<Codes, decltype(group)::value>(page.values, page.count, dim_, &scores_[g * stride_], stride_,
-                                                  &decay_[g], &sums_[g * width_], width_);
+      constexpr bool ahead = Numbers::BYTES == 2;  // of 4 bytes they would drive this page out of the cache
+      for_heads<WHOLE_HEADS>([&](auto group, int g) {
+        constexpr int G = decltype(group)::value;
+        for (int u = 0; u < dim_ / 16; u += 2)
+          (u + 1 < dim_ / 16 ? accumulate<Numbers, 2, G> : accumulate<Numbers, 1, G>)(
+              page.values, page.count, dim_, u, spread(g), &decay_[g], &sums_[g * width_], width_,
+              next && ahead && g == 0 ? next->keys + u * 16 * Numbers::BYTES * page.count : nullptr);
       });
     });
   }
@@ -243,7 +272,7 @@ class Attention {
     with_words(f.key_bits, [&](auto codes) {
       using Codes = decltype(codes);
       const int width = fold_key_scales<Codes>(page);
-      for_heads([&](auto group, int g) {
+      for_heads<PACKED_HEADS>([&](auto group, int g) {
         score_words<Codes, decltype(group)::value>(page.keys, page.count, dim_, &rounded_.words[g * width], width,
                                                    &rounded_.factors[g], &bias_[g], &scores_[g * stride_], stride_,
                                                    g == 0 ? soon : Soon{nullptr, 0});
@@ -252,15 +281,15 @@ class Attention {
     soften<true>(page, kept, kept_stride);
     transpose(f.value_bits < 8);
     with_words(f.value_bits, [&](auto codes) {
-      for_heads([&](auto group, int g) {
+      for_heads<PACKED_HEADS>([&](auto group, int g) {
         accumulate_words<decltype(codes), decltype(group)::value>(
-            page.values, page.count, dim_, &rounded_.words[g * stride_], stride_, &rounded_.factors[g], &decay_[g],
+            page.values, page.count, dim_, (const i16x16*)spread(g), &rounded_.factors[g], &decay_[g],
             &sums_[g * width_], width_);
       });
     });
   }
 
-  // Brings numbers [units of 8 WIDTH] into the order of the vectors of codes.
+  // Brings numbers, units of 8 WIDTH of them, into the order in which they are multiplied.
   template <class Codes>
   static void sort(float* x, int count) {
     for (int i = 0; i < count; i += 8 * Codes::WIDTH) {
@@ -273,26 +302,32 @@ class Attention {
     }
   }
 
-  // Leaves q * scale per channel in rounded_, in the order of the vectors of codes, and q . minima in bias_. Returns how
-  // many numbers a head has: what is beyond the channels is zero.
+  // Leaves the query in sorted_, each head filled up with zeros to whole units, and returns how wide that makes it.
+  template <class Codes>
+  int sort_query() {
+    constexpr int UNIT = 8 * Codes::WIDTH;
+    const int width = (dim_ + UNIT - 1) / UNIT * UNIT;
+    if (sorted_unit_ == UNIT) return width;
+    sorted_unit_ = UNIT;
+    for (int g = 0; g < heads_; g++) {
+      std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
+      std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
+    }
+    sort<Codes>(sorted_.data(), heads_ * width);
+    return width;
+  }
+
+  // Leaves q * scale per channel in rounded_, sorted, and q . minima in bias_; returns the width of a head.
   template <class Codes>
   int fold_key_scales(const Page& page) {
     const Format& f = *page.format;
-    const int width = (dim_ + 8 * Codes::WIDTH - 1) / (8 * Codes::WIDTH) * (8 * Codes::WIDTH);
-    if (sorted_bits_ != f.key_bits) {
-      sorted_bits_ = f.key_bits;
-      for (int g = 0; g < heads_; g++) {
-        std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
-        std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
-      }
-      sort<Codes>(sorted_.data(), heads_ * width);
-    }
+    const int width = sort_query<Codes>();
     read_halves(page.base + f.key_minima, dim_, minima_.data());
     read_halves(page.base + f.key_scales, dim_, scales_.data());
     std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
     sort<Codes>(scales_.data(), width);
     const float top = top_word(f.key_bits, dim_);
-    for_heads([&](auto group, int first) {
+    for_heads<PACKED_HEADS>([&](auto group, int first) {
       constexpr int G = decltype(group)::value;
       const float *plain = &query_[first * dim_], *sorted = &sorted_[first * width];
       f32x8 bias[G] = {}, largest[G] = {};
@@ -337,8 +372,11 @@ class Attention {
       read_halves(page.base + f.value_minima, page.count, minima_.data());
     }
     const float top = PACKED ? top_word(f.value_bits, f.page_tokens) : 0;
-    for_heads([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
+    constexpr int MAX = PACKED ? PACKED_HEADS : WHOLE_HEADS;
+    for_heads<MAX>([&](auto group, int g) { weigh<PACKED, decltype(group)::value>(g, padded, top); });
   }
+
+  f32x8* spread(int head) { return spread_.data() + head * stride_; }
 
   template <bool PACKED, int G>
   void weigh(int first, int count, float top) {
@@ -375,7 +413,13 @@ class Attention {
       sum_[first + g] = sum_[first + g] * decay[g] + sum_of(sum[g]);
       minimum_[first + g] = minimum_[first + g] * decay[g] + sum_of(minimum[g]);
     }
-    if (!PACKED) return;
+    f32x8* to = spread(first);
+    if (!PACKED) {
+      for (int t = 0; t < count; t++)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) *to++ = splat(s[g * stride_ + t]);
+      return;
+    }
     float inverse[G];
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
@@ -383,6 +427,9 @@ class Attention {
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) store_words(words + g * stride_ + t, load(s + g * stride_ + t) * inverse[g]);
+    for (int t = 0; t < count; t += 2)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) *to++ = (f32x8)splat_pair(words + g * stride_ + t);
   }
 
   // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
@@ -395,9 +442,10 @@ class Attention {
   }
 
   const int heads_, dim_, stride_, width_;
-  int sorted_bits_ = 0;      // key bits that sorted_, the query, is sorted for
+  int sorted_unit_ = 0;      // numbers of a unit in which sorted_, the query, is sorted
   bool transposed_ = false;  // sums_ are
   std::vector<float> query_, sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
   Rounded rounded_;
+  Buffer<f32x8> spread_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;
 };

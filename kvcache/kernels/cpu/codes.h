@@ -1,5 +1,6 @@
 // How a row of D numbers lies in a page, one struct per width. `read` gives numbers [16 u, 16 u + 16) as two vectors,
-// as codes: scales and minima are the caller's business. D is a multiple of 16.
+// as codes: scales and minima are the caller's business. D is a multiple of 16. Of whole numbers, `half` gives either
+// half of those 16 as is cheapest, in the order of `sort_by_remainder<WIDTH>`.
 #pragma once
 #include "vectors.h"
 
@@ -10,7 +11,9 @@ static inline uint32_t word(const uint8_t* p) {
 }
 
 struct Float32 {
+  static constexpr int BYTES = 4, WIDTH = 1;
   static int row_bytes(int dim) { return 4 * dim; }
+  static f32x8 half(const uint8_t* row, int u, int half) { return load((const float*)row + 16 * u + 8 * half); }
   static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
     low = load((const float*)row + 16 * u);
     high = load((const float*)row + 16 * u + 8);
@@ -18,7 +21,13 @@ struct Float32 {
 };
 
 struct Bfloat16 {
+  static constexpr int BYTES = 2, WIDTH = 2;
   static int row_bytes(int dim) { return 2 * dim; }
+  static f32x8 half(const uint8_t* row, int u, int half) {
+    u32x8 x;
+    memcpy(&x, row + 32 * u, sizeof x);
+    return (f32x8)(half ? x & 0xffff0000u : x << 16);
+  }
   static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
     low = (f32x8)(widen((const uint16_t*)row + 16 * u) << 16);
     high = (f32x8)(widen((const uint16_t*)row + 16 * u + 8) << 16);
@@ -66,6 +75,12 @@ struct Bits3 {
   }
 };
 
+// Calls use(Numbers{}) with the struct of whole numbers of so many bytes.
+template <class Use>
+static inline void with_whole(int bytes, Use use) {
+  bytes == 2 ? use(Bfloat16{}) : use(Float32{});
+}
+
 // Calls use(Bits{}) with the struct for that width; `whole_bytes` tells the two whole formats apart.
 template <class Use>
 static inline void with_codes(int bits, int whole_bytes, Use use) {
@@ -74,6 +89,6 @@ static inline void with_codes(int bits, int whole_bytes, Use use) {
     case 3: return use(Bits3{});
     case 4: return use(Bits4{});
     case 8: return use(Bits8{});
-    default: return whole_bytes == 2 ? use(Bfloat16{}) : use(Float32{});
+    default: return with_whole(whole_bytes, use);
   }
 }

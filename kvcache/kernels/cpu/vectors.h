@@ -23,7 +23,8 @@ static inline f32x8 load(const float* p) {
 
 static inline void store(float* p, f32x8 x) { memcpy(p, &x, sizeof x); }
 
-static inline f32x8 splat(float x) { return f32x8{} + x; }
+// x - 0, not x + 0, which would make 0 of -0 and so cost an addition.
+static inline f32x8 splat(float x) { return x - f32x8{}; }
 
 static inline u32x8 splat(uint32_t x) { return u32x8{} + x; }
 
@@ -49,20 +50,6 @@ static inline u32x8 widen(const uint16_t* p) {
 #endif
 }
 
-// Lane i of the result is the sum of the eight lanes of x[i].
-static inline f32x8 sum_each(const f32x8* x) {
-#if defined(__AVX2__)
-  __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-  __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-#else
-  f32x8 sums;
-  for (int i = 0; i < 8; i++)
-    sums[i] = ((x[i][0] + x[i][1]) + (x[i][2] + x[i][3])) + ((x[i][4] + x[i][5]) + (x[i][6] + x[i][7]));
-  return sums;
-#endif
-}
-
 // Sums of neighbours in each half: of a's half, then of b's. Twice that is sums of four.
 static inline i32x8 add_neighbours(i32x8 a, i32x8 b) {
 #if defined(__AVX2__)
@@ -72,15 +59,53 @@ static inline i32x8 add_neighbours(i32x8 a, i32x8 b) {
 #endif
 }
 
+static inline f32x8 add_neighbours(f32x8 a, f32x8 b) {
+#if defined(__AVX2__)
+  return (f32x8)_mm256_hadd_ps((__m256)a, (__m256)b);
+#else
+  return f32x8{a[0], a[2], b[0], b[2], a[4], a[6], b[4], b[6]} + f32x8{a[1], a[3], b[1], b[3], a[5], a[7], b[5], b[7]};
+#endif
+}
+
+// The sum of a's halves, then that of b's.
+static inline f32x8 add_halves(f32x8 a, f32x8 b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+// For loops whose sums just fit the registers: the compiler would rather have all products first, and no room for them.
+template <class Vector>
+static inline void hold(Vector& sum) {
+#if defined(__AVX2__)
+  asm("" : "+x"(sum));
+#endif
+}
+
 // Lane i of sum grows by a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1].
 static inline void add_products(i32x8& sum, i16x16 a, i16x16 b) {
 #if defined(__AVX2__)
   sum += (i32x8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-  asm("" : "+x"(sum));  // at once: the compiler would rather have all products first, which no registers are left for
 #else
   const i32x8 x = (i32x8)a, y = (i32x8)b;
   sum += (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
+  hold(sum);
+}
+
+static inline void add_products(i32x8& sum, i16x16 a, const i16x16* b) {
+#if defined(__AVX2__)
+  i32x8 products;
+  asm("vpmaddwd %2, %1, %0" : "=x"(products) : "x"(a), "m"(*b));
+  sum += products;
+  hold(sum);
+#else
+  add_products(sum, a, *b);
+#endif
+}
+
+static inline void add_product(f32x8& sum, f32x8 a, f32x8 b) {
+  sum += a * b;
+  hold(sum);
 }
 
 // Eight words, twice.
@@ -140,6 +165,13 @@ static inline float sum_of(f32x8 x) {
 static inline void unzip(f32x8 a, f32x8 b, f32x8& even, f32x8& odd) {
   even = f32x8{a[0], a[2], a[4], a[6], b[0], b[2], b[4], b[6]};
   odd = f32x8{a[1], a[3], a[5], a[7], b[1], b[3], b[5], b[7]};
+}
+
+// Numbers of a and b in turn: undoes `unzip`.
+static inline void zip(f32x8& a, f32x8& b) {
+  const f32x8 low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  b = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+  a = low;
 }
 
 // Sorts 8 N numbers by their index modulo N, remainders in the order of their bits read backwards.
