@@ -38,7 +38,7 @@ class ModelHandle:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weights will take in memory."""
+        """Bytes that the weights will take in memory at most: what a kernel keeps in bfloat16 takes half."""
         if self.section.weight_quant is None:
             return self.num_weights * self.dtype.itemsize
         config = self.config
