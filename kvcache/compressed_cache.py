@@ -257,6 +257,7 @@ class CompressedCache:
             wait([self._leaving])  # it reads both
             self._leaving = None
         self.store.free()
+        self._joined = None
         if self.arena:
             self.arena.free()
             self.arena = None

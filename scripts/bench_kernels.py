@@ -263,7 +263,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = _arguments()
-    if build.library() is None:
+    if build.library() is None or layer_ops.library() is None:
         sys.exit("there are no kernels to measure")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -3,6 +3,9 @@
 from dataclasses import replace
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 from engine.native.int8 import quantise_weight
@@ -13,25 +16,32 @@ from kvcache.quant import fold_value_rotation
 def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
     """Return the layer with values in the rotated basis (`kvcache.quant.rotation`), as it makes and as it takes them.
 
-    Dense weights and the bias are changed in place.
+    Weights and bias are changed in place, but for those kept in bfloat16, which rotated ones do not fit.
     """
-    names = ("qkv", "output")
-    weights = [getattr(layer, name).weight for name in names]
-    dense = [w.dense() if isinstance(w, PackedWeight) else w for w in weights]
+    qkv, output = (
+        p.weight.dense() if isinstance(p.weight, PackedWeight) else p.weight
+        for p in (layer.qkv, layer.output)
+    )
     fold_value_rotation(
-        *dense,
+        qkv,
+        output,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         qkv_bias=layer.qkv.bias,
     )
-    rotated = (
-        pack_weight(d, w.panel) if isinstance(w, PackedWeight) else w
-        for w, d in zip(weights, dense, strict=True)
-    )
-    return replace(
-        layer, **{n: Projection(w, getattr(layer, n).bias) for n, w in zip(names, rotated, strict=True)}
-    )
+    return replace(layer, qkv=_with_weight(layer.qkv, qkv), output=_with_weight(layer.output, output))
+
+
+def _with_weight(projection: Projection, matrix: Tensor) -> Projection:
+    """Return a projection with other numbers, packed if it was."""
+    weight = projection.weight
+    if isinstance(weight, Tensor):  # this very matrix
+        return projection
+    if weight.panels.dtype == torch.bfloat16:
+        return Projection(pack_weight(matrix, weight.panel), projection.bias)
+    weight.copy_(matrix)
+    return projection
 
 
 def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:

@@ -44,12 +44,16 @@ class Decoder:
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
         self.is_rotated = is_rotated
-        self.weight_bytes = sum(tensor.nbytes for tensor in _tensors(weights))
         self._weights = weights
         self._kernels = layer_kernels(config, self.device)
         self._turn = rotation(config.head_dim).to(self.device)
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
         self._workspace: dict[str, Tensor | Int8Rows] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        return sum(tensor.nbytes for tensor in _tensors(self._weights))
 
     @property
     def output_weights(self) -> Iterator[Tensor]:
@@ -71,8 +75,11 @@ class Decoder:
         Values are rotated by the weights, queries and keys by the pass that rotates them by position.
         """
         if not self.is_rotated:
-            layers = tuple(rotate_values(layer, self.config) for layer in self._weights.layers)
-            self._weights = replace(self._weights, layers=layers)
+            layers = list(self._weights.layers)
+            self._weights = replace(self._weights, layers=())  # so that one alone is there in both forms
+            for index, layer in enumerate(layers):
+                layers[index] = rotate_values(layer, self.config)
+            self._weights = replace(self._weights, layers=tuple(layers))
             self.is_rotated = True
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 //
 // The weights lie in panels of PANEL output columns; a panel holds, for every GROUP inputs, GROUP numbers of each column
 // (engine/native/int8.py). The sums of a tile of rows and a panel's columns stay in registers over all inputs.
-#include <vector>
+#include <memory>
 
 #include "elements.h"
 #include "panels.h"
@@ -98,13 +98,17 @@ struct Product {
   const float* weight_scales;  // these three padded to whole panels
   const int32_t* starts;
   const float* bias;  // or null
+  int64_t num_rows;
   int depth, width;
   T* out;  // [rows, width]
   bool adds;  // to what is there
 
-  std::vector<Input> state() const { return std::vector<Input>((size_t)TASK_ROWS * depth); }
+  // Room for a task's rows, not filled.
+  std::unique_ptr<Input[]> state() const {
+    return std::unique_ptr<Input[]>(new Input[std::min<int64_t>(num_rows, TASK_ROWS) * depth]);
+  }
 
-  void operator()(std::vector<Input>& rows, const Task& task) const {
+  void operator()(std::unique_ptr<Input[]>& rows, const Task& task) const {
     const int8_t* from = codes + task.first * depth;
     for (int64_t i = 0; i < (task.end - task.first) * depth; i++) rows[i] = RAISED ? (Input)(from[i] ^ 0x80) : from[i];
     for (int panel = task.panel; panel < task.last; panel++)
@@ -137,8 +141,10 @@ template <class T>
 void product(const int8_t* codes, const float* scales, const int8_t* panels, const float* weight_scales,
              const int32_t* starts, const float* bias, int64_t num_rows, int depth, int width, T* out, bool adds,
              int threads) {
-  const Product<T> work = {codes, scales, panels, weight_scales, starts, bias, depth, width, out, adds};
-  Sharing<Product<T>>(work, num_rows, (width + PANEL - 1) / PANEL, PANEL * depth, threads);
+  const Product<T> work = {codes, scales, panels, weight_scales, starts, bias, num_rows, depth, width, out, adds};
+  // Rows are widened for each task: of deep weights it gets four panels at least, to be worth it.
+  const int64_t panel_bytes = std::min(PANEL * depth, TASK_BYTES / 4);
+  Sharing<Product<T>>(work, num_rows, (width + PANEL - 1) / PANEL, panel_bytes, threads);
 }
 
 }  // namespace

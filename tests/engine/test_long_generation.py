@@ -9,6 +9,7 @@ from engine import LLM, Request
 from engine.models import load_model
 from kvcache.compressed_cache import ATTENDED_FACTOR
 from kvcache.config import KVCacheConfig, Tier
+from kvcache.kernels.page_table import LanePages
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts, run
@@ -77,6 +78,9 @@ def test_a_row_makes_the_same_room_alone_and_in_a_batch(model, policy):
             for sequence in plan.decodes:
                 key = name, sequence.request.request_id
                 kept[key] = [part.lengths.tolist() for part in sequence.cache.lists]
+                joined, fresh = sequence.cache._older_pages(), LanePages.of(sequence.cache.page_lists[:-1])
+                assert joined.formats == fresh.formats and torch.equal(joined.addresses, fresh.addresses)
+                assert torch.equal(joined.counts, fresh.counts) and torch.equal(joined.tokens, fresh.tokens)
 
         return look
 

@@ -68,16 +68,16 @@ def check_pages(table: PageTable, group: int) -> None:
 @needs_compiler
 @each_decode_build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("group", "head_dim"), [(3, 64), (5, 80), (8, 128)])
-def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, head_dim):
-    keys, values = torch.randn(2, 60, 16, head_dim).to(dtype)
-    order = torch.randperm(60)
-    pages = [order[:2].view(2, 1), order[2:42].view(2, 20)]
-    lengths = torch.tensor([[3, 16], [200, 319]])
-    held = torch.zeros(60, 16, dtype=torch.bool)
+@pytest.mark.parametrize(("group", "head_dim", "size"), [(3, 64, 16), (5, 80, 12), (8, 128, 1)])
+def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, head_dim, size):
+    keys, values = torch.randn(2, 42, size, head_dim).to(dtype)
+    order = torch.randperm(42)  # the last page of all is read too
+    pages = [order[:2].view(2, 1), order[2:].view(2, 20)]
+    lengths = torch.tensor([[(size + 4) // 5, size], [12 * size + size // 2, 20 * size - size // 5]])
+    held = torch.zeros(42, size, dtype=torch.bool)
     for table, row in zip(pages, lengths, strict=True):
         for lane, length in zip(table, row, strict=True):
-            held[lane] = (torch.arange(len(lane) * 16) < length).view(-1, 16)
+            held[lane] = (torch.arange(len(lane) * size) < length).view(-1, size)
     keys[~held] = values[~held] = torch.nan
     q = torch.randn(2, 2 * group, head_dim).to(dtype)
     arguments = (q, keys, values, pages, lengths)

@@ -65,10 +65,14 @@ def test_the_address_sanitizer_finds_nothing():
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's
         "OMP_NUM_THREADS": "1",
     }
-    files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_prefill.py")]
+    here = Path(__file__).parent
+    files = [here / "test_native.py", here / "test_native_prefill.py"]
+    files.append(
+        here.parent / "engine" / "native" / "test_native_layer.py"
+    )  # the layer's kernels, built alike
     one_build = "not compiler and not plain and not pairs"
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", one_build, *files],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", one_build, *map(str, files)],
         env=environment,
         capture_output=True,
         text=True,

@@ -42,7 +42,9 @@ template <class Numbers, int G>
     f32x8 sums[G][2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      const uint8_t* row = rows + (t0 + 4 * i) * row_bytes;
+      const uint8_t* four_rows[4];  // the last one again where there are no more
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; t++) four_rows[t] = rows + std::min(t0 + 4 * i + t, count - 1) * row_bytes;
       f32x8 four[G][4] = {};
       for (int u = 0; u < dim / 16; u++) {
         if (soon) soon = fetch<4 * 16 * Numbers::BYTES>(soon);
@@ -53,7 +55,7 @@ template <class Numbers, int G>
           for (int g = 0; g < G; g++) hold(query[g] = load(q + g * dim + 16 * u + 8 * half));
 #pragma GCC unroll 4
           for (int t = 0; t < 4; t++) {
-            const f32x8 x = Numbers::half(row + t * row_bytes, u, half);
+            const f32x8 x = Numbers::half(four_rows[t], u, half);
 #pragma GCC unroll 4
             for (int g = 0; g < G; g++) add_product(four[g][t], x, query[g]);
           }

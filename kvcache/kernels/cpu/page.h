@@ -12,7 +12,7 @@ struct Page {
   const uint8_t *keys, *values;  // codes
   const uint8_t* base;           // what the format's other offsets count from
   const Format* format;
-  int count;  // valid slots; bytes of the others are never looked at
+  int count;  // valid slots; what lies in the others shows nowhere
 };
 
 static inline int round_up(int n) { return (n + 7) / 8 * 8; }

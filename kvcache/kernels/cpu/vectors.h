@@ -10,7 +10,14 @@
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
-typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32), may_alias));  // rooms for floats are used for words too
+
+// Numbers of a, then b, by their index.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(Mask, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(Mask, a, b, ...) __builtin_shuffle(a, b, Mask{__VA_ARGS__})
+#endif
 
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.69314718055994531f;
@@ -69,8 +76,8 @@ static inline f32x8 add_neighbours(f32x8 a, f32x8 b) {
 
 // The sum of a's halves, then that of b's.
 static inline f32x8 add_halves(f32x8 a, f32x8 b) {
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  return SHUFFLE(i32x8, a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+         SHUFFLE(i32x8, a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 // For loops whose sums just fit the registers: the compiler would rather have all products first, and no room for them.
@@ -149,7 +156,7 @@ static inline f32x8 larger(f32x8 a, f32x8 b) {
 
 static inline f32x8 magnitude(f32x8 x) { return (f32x8)((u32x8)x & 0x7fffffffu); }
 
-static inline f32x8 swap_halves(f32x8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
+static inline f32x8 swap_halves(f32x8 x) { return SHUFFLE(i32x8, x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
 static inline float max_of(f32x8 x) {
   x = larger(x, swap_halves(x));
@@ -169,8 +176,8 @@ static inline void unzip(f32x8 a, f32x8 b, f32x8& even, f32x8& odd) {
 
 // Numbers of a and b in turn: undoes `unzip`.
 static inline void zip(f32x8& a, f32x8& b) {
-  const f32x8 low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-  b = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+  const f32x8 low = SHUFFLE(i32x8, a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  b = SHUFFLE(i32x8, a, b, 4, 12, 5, 13, 6, 14, 7, 15);
   a = low;
 }
 
@@ -207,7 +214,7 @@ static inline f32x8 exp2_of(f32x8 x) {
 static inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
 
 static inline f32x8 from_half(const uint16_t* p) {
-#if defined(__F16C__)
+#if defined(__F16C__) && defined(__AVX2__)
   return (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   // A product corrects the exponent's bias, and gets subnormals right too.
@@ -219,7 +226,7 @@ static inline f32x8 from_half(const uint16_t* p) {
 
 // Round to nearest even; |x| up to the largest float16.
 static inline void to_half(f32x8 x, uint16_t* p) {
-#if defined(__F16C__)
+#if defined(__F16C__) && defined(__AVX2__)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
   const u32x8 bits = (u32x8)x, magnitude = bits & 0x7fffffffu;

@@ -39,7 +39,7 @@ static inline u16x16 widened_halves(const uint8_t* a, const uint8_t* b) {
 
 // Even words of a, odd words of b.
 static inline u16x16 alternate(u16x16 a, u16x16 b) {
-  return __builtin_shufflevector(a, b, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+  return SHUFFLE(u16x16, a, b, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
 }
 
 // Eight numbers of each in turn, as words.

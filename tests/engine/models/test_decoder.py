@@ -97,19 +97,25 @@ def test_bf16_weights_of_a_float32_model_are_kept_as_they_are(tmp_path: Path, is
     with torch.no_grad():
         expected = model(torch.arange(187, 207)[None]).logits[0]
     outs, sizes = [], []
-    for dtype in (torch.float32, torch.bfloat16):  # the tiny model's weights are exact in both
-        model.to(dtype).save_pretrained(tmp_path / str(dtype))
-        decoder = load_model(tmp_path / str(dtype), dtype=torch.float32)
-        sizes.append(decoder.weight_bytes)
+    for part in ("nothing", "keys", "all"):  # the tiny model's weights are exact in bfloat16
+        if part == "keys":
+            model.model.layers[0].self_attn.k_proj.to(torch.bfloat16)
+        elif part == "all":
+            model.to(torch.bfloat16)
+        model.save_pretrained(tmp_path / part)
+        decoder = load_model(tmp_path / part, dtype=torch.float32)
         for _ in range(2):
+            sizes.append(decoder.weight_bytes)
             hidden = decoder.forward(torch.arange(187, 207), torch.arange(20), dense_attend)
             outs.append((hidden, decoder.logits(hidden)))
             decoder.rotate_heads()
-    for out, again in zip(outs[:2], outs[2:], strict=True):
+    for out, again in zip(outs[:2] * 2, outs[2:], strict=True):
         assert all(map(torch.equal, out, again))
     torch.testing.assert_close(outs[0][1], expected, rtol=1e-4, atol=1e-4)
     is_packed = layer_kernels(decoder.config, decoder.device).float_panel()
-    assert sizes[1] < 0.7 * sizes[0] if is_packed else sizes[1] == sizes[0]
+    assert sizes[:2] == sizes[2:4] == [sizes[0]] * 2  # a stack of both is float32
+    assert sizes[4] < 0.7 * sizes[0] if is_packed else sizes[4] == sizes[0]
+    assert sizes[4] < sizes[5] < sizes[0] if is_packed else sizes[5] == sizes[0]  # rotated ones are float32
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from engine.native.int8 import Int8Rows, quantise_weight
 from engine.native.packed import pack_weight
 from kvcache.kernels.cpu import build
 from kvcache.quant import rotation
+from tests.kvcache.kernel_builds import ON_X86
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)) or ops.library() is None, reason="no C++ compiler"
@@ -131,12 +132,17 @@ def test_int8_sums_do_not_saturate():
     assert torch.equal(out, torch.full((5, 8), -127.0 * 127 * 4096) * weight.scales[:8])
 
 
-def test_products_of_raised_inputs_are_exact_too(tmp_path, monkeypatch):
-    """What runs on AVX-512-VNNI, its one instruction in plain C++."""
+@pytest.mark.parametrize(
+    ("flag", "panel"),
+    [("-DKVB_EMULATE_VNNI", 64)] + [("-march=x86-64", 16)] * ON_X86,
+    ids=["vnni", "plain"][: 1 + ON_X86],
+)
+def test_int8_products_of_other_machines_are_exact_too(flag, panel, tmp_path, monkeypatch):
+    """What runs on AVX-512-VNNI, its one instruction in plain C++, and without any vector extension."""
     folder = Path(ops.__file__).parent
-    raised = build.compile_and_load(build.find_compiler(), tmp_path, ("-DKVB_EMULATE_VNNI",), sources=folder)
-    monkeypatch.setattr(ops, "library", lambda: ops._declared(raised))
-    assert ops.int8_panel() == 64
+    built = build.compile_and_load(build.find_compiler(), tmp_path, (flag,), sources=folder)
+    monkeypatch.setattr(ops, "library", lambda: ops._declared(built))
+    assert ops.int8_panel() == panel
     check_product(9, 72, 80, torch.float32, 0, True, True)
     check_product(70, 136, 1096, torch.bfloat16, 1, False, False)
 
