@@ -58,9 +58,10 @@ def cache_layout(
     Raises:
         ValueError: The policy does not suit the model.
     """
-    shape = (model.num_layers, model.num_kv_heads, model.head_dim, element_bytes)
+    shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+    whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
     if not config.cache.compresses:
-        return CacheLayout(*shape, config.cache.page_tokens)
+        return CacheLayout(*shape, whole_bytes, config.cache.page_tokens)
     from kvcache.compressed_layout import CompressedLayout
 
     if model.head_dim % 16:
@@ -70,8 +71,7 @@ def cache_layout(
     weights = config.cache.layer_budget
     if weights and len(weights) != model.num_layers:
         raise ValueError(f"layer_budget has {len(weights)} weights, but the model {model.num_layers} layers")
-    whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
-    return CompressedLayout(*shape, whole_bytes, config.cache)
+    return CompressedLayout(*shape, element_bytes, whole_bytes, config.cache)
 
 
 def divide_budget(

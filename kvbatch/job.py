@@ -225,7 +225,7 @@ class CacheSection(Section):
     streaming: bool | None = None
     """`false`: judge once, at the end of the prompt."""
     whole_dtype: Literal["model", "bfloat16"] | None = None
-    """Precision of tokens kept whole in a compressed cache."""
+    """Precision of tokens kept whole; of a full cache, all."""
     compensate: bool | None = None
     """Let errors of quantised numbers make up for each other."""
     two_axis: bool | None = None

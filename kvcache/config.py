@@ -42,7 +42,7 @@ class KVCacheConfig:
         floor_ratio: part of the uniform share below which no lane falls.
         layer_budget: for budget `layered`, one weight per layer.
         streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
-        whole_dtype: of tokens kept whole in a compressed cache: `model` or `bfloat16`.
+        whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
         compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`kvcache.compensation`); otherwise each number is rounded for itself.
         two_axis: quantised keys also carry one factor per token, which evens out tokens as scales even out channels.

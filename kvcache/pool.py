@@ -11,7 +11,7 @@ from kvcache.layout import CacheLayout
 
 
 class PagePool(BlockAllocator):
-    """Hold `num_pages` pages of keys and values at the model's precision.
+    """Hold `num_pages` pages of keys and values, rounded to the pool's type as they come.
 
     Args:
         layout: sizes of a page.
@@ -53,7 +53,8 @@ class PagePool(BlockAllocator):
         """Write one layer's new keys and values into their slots."""
         flat = slots.flatten()
         for slab, new in ((self.keys, keys), (self.values, values)):
-            slab.view(-1, slab.shape[2]).index_copy_(0, flat, new.transpose(0, 1).reshape(len(flat), -1))
+            rows = new.transpose(0, 1).reshape(len(flat), -1).to(slab.dtype)
+            slab.view(-1, slab.shape[2]).index_copy_(0, flat, rows)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, keys and values."""

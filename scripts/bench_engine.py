@@ -53,7 +53,9 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         max_sequences=args.max_sequences,
         prompt_lookup=not args.no_prompt_lookup,
         cache=KVCacheConfig.preset(
-            args.preset, overlap={"auto": None, "on": True, "off": False}[args.overlap]
+            args.preset,
+            overlap={"auto": None, "on": True, "off": False}[args.overlap],
+            **({"whole_dtype": args.whole_dtype} if args.whole_dtype else {}),
         ),
     )
     sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
@@ -165,6 +167,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         choices=("auto", "on", "off"),
         default="auto",
         help="compress beside the model (default auto)",
+    )
+    p.add_argument(
+        "--whole-dtype", choices=("model", "bfloat16"), help="of tokens kept whole (default: the preset's)"
     )
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     p.add_argument("--weight-quant", choices=("int8",), help="keep the layers' weights in int8")

@@ -71,8 +71,8 @@ class Bench:
     def rows_of(self, kernels: Sequence[str]) -> Iterator[Row]:
         packed = [name for name, kind in self.formats.items() if not kind.whole]
         for num_rows in (self.rows, self.chunk, 1024) if "product" in kernels else ():
-            if self._packed:
-                yield self.product(num_rows)
+            for weights in (torch.float32, torch.bfloat16) if self._packed else ():
+                yield self.product(num_rows, weights)
             yield self.int8_product(num_rows)
         if "prefill" in kernels:
             yield self.whole_prompt()
@@ -85,11 +85,12 @@ class Bench:
             for name in names if kernel in kernels else ():
                 yield measure(name)
 
-    def product(self, num_rows: int) -> Row:
+    def product(self, num_rows: int, dtype: torch.dtype) -> Row:
+        """Measure float32 rows by weights kept in a type; torch gets float32 ones."""
         x, out, weights = self._layers(num_rows)
-        packed = [pack_weight(weight, layer_ops.float_panel()) for weight in weights]
+        packed = [pack_weight(weight, layer_ops.float_panel(), dtype) for weight in weights]
         return self._products(
-            f"product, {num_rows:,} rows, float32",
+            f"product, {num_rows:,} rows, {str(dtype).removeprefix('torch.')} weights",
             (x, out, weights),
             lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
         )
@@ -102,7 +103,7 @@ class Bench:
         panel, group = layer_ops.int8_panel(), layer_ops.int8_group()
         packed = [quantise_weight(weight, panel, group) for weight in weights]
         return self._products(
-            f"product, {num_rows:,} rows, int8",
+            f"product, {num_rows:,} rows, int8 weights",
             (x, out, weights),
             lambda: [layer_ops.int8_product(codes, weight, out) for weight in packed],
         )

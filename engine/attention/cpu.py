@@ -78,7 +78,7 @@ def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCac
             .reshape(num_kv_heads, -1, head_dim)
         )
         for keys, values in cache.parts(layer, past):
-            part_out, part_lse = flash(folded, keys, values, causal=False)
+            part_out, part_lse = flash(folded, keys.to(q.dtype), values.to(q.dtype), causal=False)
             out, lse = _merge(out, lse, part_out.reshape(out.shape), part_lse.reshape(lse.shape))
     return out.transpose(0, 1), lse.transpose(0, 1)
 
@@ -90,7 +90,8 @@ def _decode(layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Ten
     out = torch.empty_like(rows)
     lse = rows.new_empty(rows.shape[:3], dtype=torch.float32)
     for i, cache in enumerate(caches):
-        parts = list(cache.parts(layer, int(cache.lengths[layer, 0]) + 1))
+        held = cache.parts(layer, int(cache.lengths[layer, 0]) + 1)
+        parts = [(keys.to(q.dtype), values.to(q.dtype)) for keys, values in held]
         scores = torch.cat([torch.bmm(rows[i], keys.transpose(1, 2)).float() for keys, _ in parts], 2)
         torch.logsumexp(scores, 2, out=lse[i])
         weights = scores.sub_(lse[i, :, :, None]).exp_().to(q.dtype)

@@ -1,4 +1,4 @@
-"""Every token at the model's precision, in pages of one size."""
+"""Every token whole, in pages of one size."""
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class FullCache:
     """Keep sequences in a `PagePool`.
 
     Args:
+        dtype: of keys and values in the pages.
         attention: backend name, or None for the device's own.
     """
 

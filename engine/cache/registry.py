@@ -10,13 +10,14 @@ from engine.models.decoder import Decoder
 
 def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBackend:
     """Return the cache for the engine's policy, its memory taken."""
+    whole_dtype = torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype
     if not config.cache.compresses:
         from engine.cache.full import FullCache
 
         return FullCache(
             budget.layout,
             budget.capacity_pages,
-            dtype=model.dtype,
+            dtype=whole_dtype,
             device=model.device,
             attention=config.attention,
         )
@@ -39,6 +40,6 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         else None,
         output_weights=model.output_weights,
         dtype=model.dtype,
-        whole_dtype=torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype,
+        whole_dtype=whole_dtype,
         device=model.device,
     )

@@ -18,10 +18,10 @@ CACHES = {
 }
 
 
-def last_logits(path, dtype: torch.dtype, cache: KVCacheConfig) -> torch.Tensor:
+def last_logits(path, dtype: torch.dtype, cache: KVCacheConfig, step_tokens: int = 1024) -> torch.Tensor:
     """Return the logits `[rows, V]` that rows choose their first token by."""
     model = load_model(path, dtype=dtype)
-    llm = LLM(model, EngineConfig(60_000_000, cache=cache), as_text)
+    llm = LLM(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
     seen, logits = [], model.logits
 
     def recorded(hidden):
@@ -64,3 +64,27 @@ def test_a_bfloat16_model_gives_the_float32_models_logits(path, cache, monkeypat
     # All of the model rounds to bfloat16: with attention in float32 the error is the same, 0.017 to 0.023.
     assert float((actual - expected).norm() / expected.norm()) < 0.04
     assert dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_float32_models_cache_may_be_bfloat16(path, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr("engine.attention.cpu.compiled_kernels", lambda head_dim: None)
+    half = KVCacheConfig(whole_dtype="bfloat16")
+    expected, got = (last_logits(path, torch.float32, cache, 48) for cache in (KVCacheConfig(), half))
+    assert 0 < (got - expected).norm() < 0.02 * expected.norm()
+
+    model, sampling = (
+        load_model(path, dtype=torch.float32),
+        SamplingParams(max_new_tokens=40, ignore_eos=True),
+    )
+    requests = [Request(i, prompt, sampling) for i, prompt in enumerate(prompts((20, 65, 300)))]
+    engines = [
+        LLM(model, EngineConfig(60_000_000, step_tokens=step, pool_pages=100, cache=cache), as_text)
+        for step, cache in ((1024, KVCacheConfig()), (1024, half), (48, half))
+    ]
+    answers = [[result.token_ids for result in run(llm, requests)] for llm in engines]
+    whole, *halves = (llm.stats().kv_allocated_bytes for llm in engines)
+    assert halves == [whole / 2] * 2
+    if compiled:  # torch alone attends a chunk's own tokens before they are rounded
+        assert answers[1] == answers[2]
