@@ -73,9 +73,8 @@ class CompressedCache:
         self.whole_chunks = whole_chunks
         self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
         self._seen: list[Tensor] = []  # what open tokens looked at, in order
-        self._joined: tuple[list[Tensor], LanePages] | None = (
-            None  # the lists before the open pages, as they were
-        )
+        # The lists before the open pages as they last were, and joined.
+        self._joined: tuple[list[Tensor], LanePages] | None = None
         if prefix is None:
             self.sinks, self.recent = self._list(layout.whole), self._list(layout.whole)
             self.pending = [self._list(layout.whole) for _ in layout.tiers]

@@ -11,8 +11,8 @@ namespace {
 
 // vpdpbusd multiplies unsigned by signed numbers, so inputs are raised by 128 there, and 128 times the sum of a
 // column's weights is where its sums begin. KVB_EMULATE_VNNI: that way in plain C++, for tests. Without it pairs of 16
-// bits are multiplied: twice as many a second as floats, and a third more than of 8 bits, which would have to be signed
-// and widened one by one.
+// bits are multiplied: 1.6 times as many a second as floats, and a quarter more than of 8 bits, which would have to be
+// signed and widened one by one.
 #if defined(__AVX512VNNI__) || defined(KVB_EMULATE_VNNI)
 constexpr bool RAISED = true;
 constexpr int LANES = 16, VECTORS = 4;  // 24 sums, 4 numbers of weights, 1 of a row: of 32 registers

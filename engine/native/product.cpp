@@ -38,7 +38,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t x_stride, const Weig
   for (int k = 0; k < depth; k++, panel += PANEL) {
     f32x8 low, high;
     read(panel, low, high);
-    low = rounded(low), high = rounded(high);  // in registers, for all rows
+    hold(low), hold(high);  // in registers, for all rows
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; i++) {
       const f32x8 number = x[i * x_stride + k] - f32x8{};  // not +, which would make 0 of -0 and so cost an addition

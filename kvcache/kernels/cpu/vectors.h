@@ -1,5 +1,5 @@
-// Eight floats at a time. The compiler's vector extensions make AVX2, AVX-512 or NEON of them; the two places
-// where it makes poor code (widening bytes, summing across lanes) have a short x86 version beside the plain one.
+// Eight floats at a time, or sixteen words. The compiler's vector extensions make AVX2, AVX-512 or NEON of them; where
+// it makes poor code there is a short x86 version beside the plain one.
 #pragma once
 #include <cstdint>
 #include <cstring>

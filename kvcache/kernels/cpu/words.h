@@ -51,7 +51,7 @@ static inline u16x16 in_turn(const Number* a, const Number* b) {
 // The place of vector v in the order of `sort_by_remainder<N>`.
 template <int N>
 constexpr int backwards(int v) {
-  return N == 4 ? v % 2 * 2 + v / 2 : v % 2 * 4 + v / 2 % 2 * 2 + v / 4;
+  return N == 2 ? v : N == 4 ? v % 2 * 2 + v / 2 : v % 2 * 4 + v / 2 % 2 * 2 + v / 4;
 }
 
 // Bits [shift, shift + BITS) of every word.
@@ -60,6 +60,14 @@ static inline u16x16 field(u16x16 words, int shift) {
   constexpr uint16_t mask = (1 << BITS) - 1;
   return shift + BITS < 16 ? words >> shift & mask : words >> shift;
 }
+
+// Keys whose codes fill words without a rest.
+template <int BITS>
+struct WordKeys {
+  u16x16 words;
+  WordKeys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
+  u16x16 codes(int v) const { return field<BITS>(words, BITS * backwards<16 / BITS>(v)); }
+};
 
 template <int BITS>
 struct Words;
@@ -70,11 +78,7 @@ struct Words<8> {
   static int row_bytes(int dim) { return dim; }
   static int slices(int dim) { return (dim + 31) / 32; }
 
-  struct Keys {
-    u16x16 words;
-    Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return field<8>(words, 8 * v); }
-  };
+  typedef WordKeys<8> Keys;
 
   template <int HALF>
   struct Values {
@@ -90,11 +94,7 @@ struct Words<4> {
   static int row_bytes(int dim) { return dim / 2; }
   static int slices(int dim) { return (dim + 63) / 64 * 2; }
 
-  struct Keys {
-    u16x16 words;
-    Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return field<4>(words, 4 * backwards<4>(v)); }
-  };
+  typedef WordKeys<4> Keys;
 
   template <int HALF>
   struct Values {
@@ -115,11 +115,7 @@ struct Words<2> {
   static int row_bytes(int dim) { return dim / 4; }
   static int slices(int dim) { return (dim + 63) / 64 * 2; }
 
-  struct Keys {
-    u16x16 words;
-    Keys(const uint8_t* a, const uint8_t* b, int, int unit) : words(halves(a + 16 * unit, b + 16 * unit)) {}
-    u16x16 codes(int v) const { return field<2>(words, 2 * backwards<8>(v)); }
-  };
+  typedef WordKeys<2> Keys;
 
   template <int HALF>
   struct Values {
