@@ -96,7 +96,8 @@ class Arena:
         """Forget the oldest tokens."""
         rest = self.length - num_tokens
         for tensor in (self.keys, self.values, self.scores):
-            tensor[:, :, :rest] = tensor[:, :, num_tokens : self.length].clone()
+            for layer in tensor:  # one at a time: in the processor's cache a copy costs little
+                layer[:, :rest] = layer[:, num_tokens : self.length].clone()
         self.length = rest
         self._key_weights = None  # as large as the moments, which alone are counted
 

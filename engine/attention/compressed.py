@@ -38,23 +38,23 @@ class LayerPages:
         return list(zip(*(x.split(counts) for x in out), strict=True))
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, distance: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend `[C, H, D]` to the pages and causally to explicit keys `[KVH, N, D]`, the last C its own.
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, distance: int | None = None
+    ) -> Tensor | None:
+        """Attend `[C, H, D]` to the pages and causally to explicit keys `[KVH, N, D]`, the last C its own, into `out`.
 
         Returns:
-            output `[C, H, D]`; with `distance`, the largest attention `[KVH, N]` from queries that far behind.
+            With `distance`, the largest attention `[KVH, N]` from queries that far behind.
         """
-        out, _, largest = self.kernels.prefill_attention(
+        return self.kernels.prefill_attention(
             q,
             self.table,
             keys,
             values,
             scale=q.shape[2] ** -0.5,
             distance=distance,
+            out=out,
             num_threads=torch.get_num_threads(),
-        )
-        return out, largest
+        )[2]
 
 
 def attend_chunk(
@@ -64,12 +64,16 @@ def attend_chunk(
     v: Tensor,  # [C + P, KVH, D]
     arena: Arena,
     pages: LayerPages,
+    out: Tensor,  # [C + P, H, D]
     scorer: Scorer | None,
+    *,
+    num_queries: int,
     num_probes: int = 0,
-) -> Tensor:  # [C + P, H, D]
+) -> None:
     """Write a chunk to the arena, note its queries, attend it to pages and arena, and let the scorer see it.
 
-    Probes follow the chunk and are not cached; what they attend to raises the scores.
+    Only the last `num_queries` of the chunk attend: of the others' rows in `out` nothing is said. Probes follow the
+    chunk and are not cached; what they attend to raises the scores.
     """
     count = len(q) - num_probes
     arena.write(layer, k[:count], v[:count])
@@ -77,14 +81,14 @@ def attend_chunk(
     total = arena.length + count
     keys, values = arena.keys[layer, :, :total], arena.values[layer, :, :total]
     scores = arena.scores[layer, :, :total]
-    out = _attend_scored(layer, q[:count], keys, values, scores, pages, scorer)
-    if not num_probes:
-        return out
-    keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
-    values = torch.cat([values, v[count:].transpose(0, 1)], 1)
-    probed, peaks = pages.attend(q[count:], keys, values, distance=0)
-    raise_by_probes(scores, peaks[:, :total])
-    return torch.cat([out, probed])
+    if num_queries:
+        last = slice(count - num_queries, count)
+        _attend_scored(layer, q[last], keys, values, scores, pages, out[last], scorer)
+    if num_probes:
+        keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
+        values = torch.cat([values, v[count:].transpose(0, 1)], 1)
+        peaks = pages.attend(q[count:], keys, values, out[count:], distance=0)
+        raise_by_probes(scores, peaks[:, :total])
 
 
 def attend_aside(
@@ -101,13 +105,15 @@ def attend_aside(
     A scorer sees them and updates the scores of the arena's keys.
     """
     keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    out = q.new_empty(q.shape)
     if not arena:
-        return pages.attend(q, keys, values)[0]
+        pages.attend(q, keys, values, out)
+        return out
     keys = torch.cat([arena.keys[layer, :, : arena.length], keys], 1)
     values = torch.cat([arena.values[layer, :, : arena.length], values], 1)
     held = arena.scores[layer, :, : arena.length]
     scores = F.pad(held, (0, len(q)))  # the tokens' own are let go
-    out = _attend_scored(layer, q, keys, values, scores, pages, scorer)
+    _attend_scored(layer, q, keys, values, scores, pages, out, scorer)
     held.copy_(scores[:, : arena.length])
     return out
 
@@ -119,19 +125,20 @@ def _attend_scored(
     values: Tensor,  # [KVH, N, D]
     scores: Tensor,  # [KVH, N] updated in place
     pages: LayerPages,
+    out: Tensor,  # [C, H, D]
     scorer: Scorer | None,
-) -> Tensor:  # [C, H, D]
+) -> None:
     """Attend causally to explicit keys and to all pages, and let the scorer see it."""
     if scorer is not None and scorer.distance is None and scorer.needs_weights:
-        out, queries, weights = _attend(q, keys, values, pages.lanes())
+        attended, queries, weights = _attend(q, keys, values, pages.lanes())
+        out.copy_(attended)
         scorer.update(scores, Observation(layer, queries, keys, values, weights))
-        return out
-    out, largest = pages.attend(q, keys, values, scorer.distance if scorer else None)
+        return
+    largest = pages.attend(q, keys, values, out, scorer.distance if scorer else None)
     if largest is not None:
-        scores.copy_(torch.maximum(scores, largest))
+        torch.maximum(scores, largest, out=scores)
     elif scorer is not None:
         scorer.update(scores, Observation(layer, _by_lane(q, len(keys)), keys, values, None))
-    return out
 
 
 def _by_lane(q: Tensor, num_lanes: int) -> Tensor:  # [C, H, D] -> [KVH, G, C, D]

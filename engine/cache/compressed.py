@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
 from engine.cache.base import Attend, LookAhead
-from engine.scheduler import StepPlan
+from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Sequence
 from engine.streaming import StreamPositions, positions_left
 from kvcache.arena import ArenaPool
@@ -22,6 +22,10 @@ from kvcache.compressors.registry import get_scorer
 from kvcache.frames import FramePool
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
+
+# Nobody wants what a prompt's tokens attend to in the last layer, but the scores of its keys, for which a chunk's last
+# queries do (benchmarks/compression.md).
+LAST_LAYER_QUERIES = 64
 
 
 class CompressedBackend:
@@ -142,6 +146,7 @@ class CompressedBackend:
                 self._pages(c.sequence.cache),
                 c.num_tokens,
                 len(self.probe_tokens(c.sequence, c.num_tokens)),
+                self._num_last_queries(c),
             )
             for c in plan.chunks
         ]
@@ -149,19 +154,37 @@ class CompressedBackend:
         scorer = None if self._reconstructs else self.scorer
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = torch.empty_like(q)  # [T, H, D]
+            out = q.new_empty(q.shape)  # [T, H, D]
             if decode:
                 out[:num_decodes] = decode(layer, q[:num_decodes], k[:num_decodes], v[:num_decodes])
             start = num_decodes
-            for arena, pages, count, num_probes in chunks:
+            for arena, pages, count, num_probes, num_last in chunks:
                 span = slice(start, start + count + num_probes)
-                out[span] = attend_chunk(
-                    layer, q[span], k[span], v[span], arena, pages(layer), scorer, num_probes
+                attend_chunk(
+                    layer,
+                    *(x[span] for x in (q, k, v)),
+                    arena,
+                    pages(layer),
+                    out[span],
+                    scorer,
+                    num_queries=count if layer < self.layout.num_layers - 1 else num_last,
+                    num_probes=num_probes,
                 )
                 start = span.stop
             return out
 
         return attend
+
+    def _num_last_queries(self, chunk: Chunk) -> int:
+        """Return how many of some prompt tokens, the last, attend in the last layer, whatever steps a chunk comes in."""
+        if self.scorer is None or self._reconstructs:
+            return chunk.num_choices
+        config, sequence = self.layout.config, chunk.sequence
+        if self.scorer.distance is None or not config.streaming:
+            return chunk.num_tokens
+        end = sequence.num_computed_tokens + chunk.num_tokens
+        judged_end = min(-(-end // config.chunk_size) * config.chunk_size, sequence.num_prompt_tokens)
+        return max(0, min(chunk.num_tokens, end - judged_end + LAST_LAYER_QUERIES))
 
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""
