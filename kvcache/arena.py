@@ -11,7 +11,7 @@ from kvcache.compensation import compensation_weights
 
 # One of so many queries is looked at for the moments: fewer are as good a guess, and cost a quarter
 # (benchmarks/compression.md).
-OBSERVED_EVERY = 4
+OBSERVED_EVERY = 16
 
 
 class ArenaPool(BlockAllocator):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
 from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.words import in_words
 
 
 class FramePool(BlockAllocator):
@@ -45,12 +46,12 @@ class FramePool(BlockAllocator):
     def read(self, addresses: Tensor, num_bytes: int) -> Tensor:
         """Return pages as uint8 `[*addresses.shape, num_bytes]`, copied."""
         units = addresses[..., None] + torch.arange(num_bytes // UNIT_BYTES)
-        return self.slab.view(-1, UNIT_BYTES)[units].flatten(-2)
+        return in_words(self.slab.view(-1, UNIT_BYTES))[units].flatten(-2).view(torch.uint8)
 
     def write(self, addresses: Tensor, pages: Tensor) -> None:
         """Write whole pages, uint8 `[P, num_bytes]`, to addresses `[P]`."""
         units = addresses[:, None] + torch.arange(pages.shape[1] // UNIT_BYTES)
-        self.slab.view(-1, UNIT_BYTES)[units.flatten()] = pages.reshape(-1, UNIT_BYTES)
+        in_words(self.slab.view(-1, UNIT_BYTES))[units.flatten()] = in_words(pages.reshape(-1, UNIT_BYTES))
 
 
 class PageStore:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcache.frames import PageStore
 from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.words import in_words
 
 # Rows of keys and values are moved in pieces of 16 elements, which divide every head dim and every page offset.
 _PIECE = 16
@@ -73,8 +74,8 @@ class PageList:
 
     def write_pieces(self, index: Tensor, rows: Tensor) -> None:
         """Write keys or values `[N, D]` to the places `open_slots` named."""
-        pieces = self._store.pool.slab.view(self._dtype).view(-1, _PIECE)
-        pieces[index.flatten()] = rows.to(self._dtype).reshape(-1, _PIECE)
+        pieces = in_words(self._store.pool.slab.view(self._dtype).view(-1, _PIECE))
+        pieces[index.flatten()] = in_words(rows.to(self._dtype).contiguous().view(-1, _PIECE))
 
     def append_pages(self, lanes: Tensor, pages: Tensor) -> None:
         """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""

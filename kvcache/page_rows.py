@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcache.words import in_words
+
 
 @dataclass(frozen=True)
 class PageRows:
@@ -32,12 +34,13 @@ class PageRows:
     def gather(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Copy the tokens of `index`, by default its own: keys and values `[*index.shape, D]` in the chunk's dtype."""
         index = self.index if index is None else index
-        is_held = index < 0
-        new, held = index[~is_held], ~index[is_held]
+        flat = index.flatten()
+        is_new = flat >= 0
+        new = flat[is_new]
+        lanes, tokens = new // self.keys.shape[1], new % self.keys.shape[1]
+        place = torch.where(is_new, is_new.cumsum(0) - 1, len(new) + ~flat)
         out = []
-        for chunk, rows in ((self.keys, self.held_keys), (self.values, self.held_values)):
-            joined = chunk.new_empty(*index.shape, chunk.shape[2])
-            joined[~is_held] = chunk[new // chunk.shape[1], new % chunk.shape[1]]
-            joined[is_held] = rows[held].to(chunk.dtype)
-            out.append(joined)
+        for chunk, held in ((self.keys, self.held_keys), (self.values, self.held_values)):
+            rows = torch.cat([in_words(chunk)[lanes, tokens].view(chunk.dtype), held.to(chunk.dtype)])
+            out.append(rows.index_select(0, place).view(*index.shape, chunk.shape[2]))
         return tuple(out)

@@ -46,7 +46,9 @@ def assign_tiers(
         raise ValueError(f"budget {budget!r} is not known; use one of {', '.join(BUDGETS)}")
     assert budget != "calibrated" or lane_shares is not None, "the model was not calibrated"
     tiers = torch.full_like(scores, EVICTED, dtype=torch.int64)
-    ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # of a token within its lane
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(order)  # of a token within its lane
+    ranks.scatter_(-1, order, torch.arange(tokens).expand_as(order))
     kept_ratio = 0.0
     bounds = []
     for ratio in tier_ratios:
