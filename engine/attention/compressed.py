@@ -4,7 +4,7 @@ Kernels read pages in place, and yield the largest attention each key of the are
 attention than that need the probabilities themselves: for them the arena is attended explicitly, in torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -67,13 +67,13 @@ def attend_chunk(
     out: Tensor,  # [C + P, H, D]
     scorer: Scorer | None,
     *,
-    num_queries: int,
+    queries: Sequence[slice],
     num_probes: int = 0,
 ) -> None:
     """Write a chunk to the arena, note its queries, attend it to pages and arena, and let the scorer see it.
 
-    Only the last `num_queries` of the chunk attend: of the others' rows in `out` nothing is said. Probes follow the
-    chunk and are not cached; what they attend to raises the scores.
+    Only `queries` of the chunk's tokens attend: the others' rows of `out` are left as they are. Probes follow the chunk
+    and are not cached; what they attend to raises the scores.
     """
     count = len(q) - num_probes
     arena.write(layer, k[:count], v[:count])
@@ -81,9 +81,9 @@ def attend_chunk(
     total = arena.length + count
     keys, values = arena.keys[layer, :, :total], arena.values[layer, :, :total]
     scores = arena.scores[layer, :, :total]
-    if num_queries:
-        last = slice(count - num_queries, count)
-        _attend_scored(layer, q[last], keys, values, scores, pages, out[last], scorer)
+    for part in queries:
+        seen = (x[:, : arena.length + part.stop] for x in (keys, values, scores))
+        _attend_scored(layer, q[part], *seen, pages, out[part], scorer)
     if num_probes:
         keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
         values = torch.cat([values, v[count:].transpose(0, 1)], 1)

@@ -23,9 +23,9 @@ from kvcache.frames import FramePool
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
 
-# Nobody wants what a prompt's tokens attend to in the last layer, but the scores of its keys, for which a chunk's last
-# queries do (benchmarks/compression.md).
-LAST_LAYER_QUERIES = 64
+# In the last layer nobody wants what a prompt's tokens attend to, but for the scores of the keys; so there the last
+# LAST_LAYER_QUERIES of each LAST_LAYER_EVERY tokens attend (benchmarks/compression.md).
+LAST_LAYER_QUERIES, LAST_LAYER_EVERY = 16, 64
 
 
 class CompressedBackend:
@@ -146,7 +146,7 @@ class CompressedBackend:
                 self._pages(c.sequence.cache),
                 c.num_tokens,
                 len(self.probe_tokens(c.sequence, c.num_tokens)),
-                self._num_last_queries(c),
+                self._last_layer_queries(c),
             )
             for c in plan.chunks
         ]
@@ -158,7 +158,7 @@ class CompressedBackend:
             if decode:
                 out[:num_decodes] = decode(layer, q[:num_decodes], k[:num_decodes], v[:num_decodes])
             start = num_decodes
-            for arena, pages, count, num_probes, num_last in chunks:
+            for arena, pages, count, num_probes, last_queries in chunks:
                 span = slice(start, start + count + num_probes)
                 attend_chunk(
                     layer,
@@ -167,7 +167,7 @@ class CompressedBackend:
                     pages(layer),
                     out[span],
                     scorer,
-                    num_queries=count if layer < self.layout.num_layers - 1 else num_last,
+                    queries=[slice(0, count)] if layer < self.layout.num_layers - 1 else last_queries,
                     num_probes=num_probes,
                 )
                 start = span.stop
@@ -175,16 +175,22 @@ class CompressedBackend:
 
         return attend
 
-    def _num_last_queries(self, chunk: Chunk) -> int:
-        """Return how many of some prompt tokens, the last, attend in the last layer, whatever steps a chunk comes in."""
-        if self.scorer is None or self._reconstructs:
-            return chunk.num_choices
-        config, sequence = self.layout.config, chunk.sequence
-        if self.scorer.distance is None or not config.streaming:
-            return chunk.num_tokens
-        end = sequence.num_computed_tokens + chunk.num_tokens
-        judged_end = min(-(-end // config.chunk_size) * config.chunk_size, sequence.num_prompt_tokens)
-        return max(0, min(chunk.num_tokens, end - judged_end + LAST_LAYER_QUERIES))
+    def _last_layer_queries(self, chunk: Chunk) -> list[slice]:
+        """Return which of some prompt tokens attend in the last layer: the same, whatever steps they come in."""
+        sequence, count = chunk.sequence, chunk.num_tokens
+        scorer = None if self._reconstructs else self.scorer
+        if scorer and scorer.distance is None:  # it looks at all of them together
+            return [slice(0, count)]
+        queries = []
+        if scorer:
+            first = sequence.num_computed_tokens
+            for end in range(
+                LAST_LAYER_EVERY - first % LAST_LAYER_EVERY, count + LAST_LAYER_QUERIES, LAST_LAYER_EVERY
+            ):
+                queries.append(slice(max(0, end - LAST_LAYER_QUERIES), min(end, count)))
+        if chunk.num_choices and not sequence.is_prefix and (not queries or queries[-1].stop < count):
+            queries.append(slice(count - 1, count))
+        return queries
 
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""

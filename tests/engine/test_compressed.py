@@ -74,13 +74,26 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     [
         (PLAIN, {}),
         (replace(PLAIN, tail_tokens=0), {}),
+        (
+            replace(PLAIN, tail_tokens=0, chunk_size=256),
+            {},
+        ),  # not all of its queries attend in the last layer
         (replace(PLAIN, overlap=True), {}),
         (replace(PLAIN, budget="global"), {}),
         (replace(PLAIN, two_axis=True), {}),
         (replace(PLAIN, scorer="kvzip", overlap=True), {}),
         (replace(PLAIN, scorer="kvzip", streaming=False), {}),
     ],
-    ids=["attention_max", "no-tail", "overlapped", "global", "two-axis", "kvzip", "kvzip-at-the-end"],
+    ids=[
+        "attention_max",
+        "no-tail",
+        "long-chunks",
+        "overlapped",
+        "global",
+        "two-axis",
+        "kvzip",
+        "kvzip-at-the-end",
+    ],
 )
 def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model, cache, changes):
     changes = {**changes, "repeat_token_ids": REPEAT}
