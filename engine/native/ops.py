@@ -25,6 +25,8 @@ _SIGNATURES = {
     "kvb_rotate": "iplliiippppfii",
     "kvb_int8_product": "ippppppliipii",
     "kvb_float_product": "ipppliipii",
+    "kvb_before_attention": "ppplpppi",
+    "kvb_after_attention": "ppplppi",
 }
 
 
