@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.kernels import registry, torch_twin
 from kvcache.kernels.cpu import build, ops
-from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.page_format import PageFormat
 from kvcache.quant import quantise_pages
 from tests.kvcache.kernel_builds import BUILDS, built, needs_compiler
@@ -80,7 +80,8 @@ def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, he
             held[lane] = (torch.arange(len(lane) * size) < length).view(-1, size)
     keys[~held] = values[~held] = torch.nan
     q = torch.randn(2, 2 * group, head_dim).to(dtype)
-    arguments = (q, keys, values, pages, lengths)
+    tables = BlockTables.by_layer([table[None] for table in pages], lengths[:, None], size)[0]
+    arguments = (q, keys, values, tables)
     expected = torch_twin.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
     with built(build_name):
         got = ops.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
