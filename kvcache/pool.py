@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
+from kvcache.huge_pages import in_huge_pages
 from kvcache.kernels import torch_twin
 from kvcache.kernels.registry import cpu_kernels
 from kvcache.layout import CacheLayout
@@ -29,9 +30,10 @@ class PagePool(BlockAllocator):
         super().__init__(num_pages)
         shape = (num_pages, layout.page_tokens, layout.head_dim)
         self.layout = layout
-        # zeros, not empty: the memory is really taken now, not when a job is half done
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # [P, page_tokens, D]
-        self.values = torch.zeros(shape, dtype=dtype, device=device)  # [P, page_tokens, D]
+        # zeroed: the memory is really taken now, not when a job is half done
+        self.keys, self.values = (  # [P, page_tokens, D]
+            in_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for _ in range(2)
+        )
         self._kernels = cpu_kernels(layout.head_dim) if self.keys.device.type == "cpu" else torch_twin
 
     @property

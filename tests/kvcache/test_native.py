@@ -89,6 +89,22 @@ def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, he
         torch.testing.assert_close(actual, wanted, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
 
 
+@needs_compiler
+@each_decode_build
+@pytest.mark.parametrize("slab_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 64), (150, 80)])
+def test_rows_go_where_the_twin_puts_them(build_name, slab_dtype, dtype, num_tokens, head_dim):
+    count = 3 * num_tokens
+    places = (torch.randperm(2 * count)[:count] * head_dim).view(3, num_tokens)
+    rows = torch.randn(num_tokens, 5, head_dim).to(dtype)[:, 1:4]  # as keys lie among queries and values
+    slabs = torch.zeros(2, 2 * count * head_dim, dtype=slab_dtype)
+    torch_twin.write_rows(slabs[0], places, rows)
+    with built(build_name):
+        ops.write_rows(slabs[1], places, rows, num_threads=2)
+    assert torch.equal(*slabs) and int((slabs[0] != 0).sum()) == count * head_dim
+
+
 def test_twin_is_softmax_attention():
     whole = PageFormat(16, 16, 16, 32, 4)
     rows = torch.randn(2, 3, 16, 32)  # keys or values, page, slot, element
