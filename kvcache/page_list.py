@@ -149,8 +149,10 @@ class PageList:
 
     def _grow(self, lengths: Tensor) -> None:
         """Add pages until each lane holds `lengths[lane]` tokens."""
-        needed = -(-lengths // self.format.page_tokens)
         held = self.num_pages
+        if int(lengths.max()) <= int(held.min()) * self.format.page_tokens:
+            return  # as at most decode steps
+        needed = -(-lengths // self.format.page_tokens)
         width = int(needed.max()) if len(needed) else 0
         if width > self.addresses.shape[1]:
             pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)
