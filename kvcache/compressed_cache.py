@@ -196,7 +196,7 @@ class CompressedCache:
         """Make room for a step's tokens in the open pages. They count, one by one, when all layers have written them.
 
         Returns:
-            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, and for each token the pages
+            Where their keys and their values go, int64 `[lanes, num_tokens]` each, and for each token the pages
             as it sees them, the token itself last.
         """
         self._seen.clear()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
+from kvcache.huge_pages import in_huge_pages
 from kvcache.page_format import UNIT_BYTES, PageFormat
 from kvcache.words import in_words
 
@@ -23,7 +24,8 @@ class FramePool(BlockAllocator):
         super().__init__(num_frames)
         self.frame_bytes = frame_bytes
         self.num_reserved = 0
-        self.slab = torch.zeros(num_frames * frame_bytes, dtype=torch.uint8, device=device)
+        size = num_frames * frame_bytes
+        self.slab = in_huge_pages(torch.empty(size, dtype=torch.uint8, device=device)).zero_()
 
     @property
     def num_available(self) -> int:

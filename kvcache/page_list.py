@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from kvcache.frames import PageStore
+from kvcache.kernels.registry import cpu_kernels
 from kvcache.page_format import UNIT_BYTES, PageFormat
-from kvcache.words import in_words
-
-# Rows of keys and values are moved in pieces of 16 elements, which divide every head dim and every page offset.
-_PIECE = 16
 
 
 class PageList:
@@ -58,24 +55,24 @@ class PageList:
         slots = self.lengths[lanes] + rank
         self._grow(self.lengths + added)
         self.lengths = self.lengths + added
-        where = self._pieces(self.addresses[lanes, slots // self.format.page_tokens], slots)
-        for index, rows in zip(where, (keys, values), strict=True):
-            self.write_pieces(index, rows)
+        where = self._places(self.addresses[lanes, slots // self.format.page_tokens], slots)
+        for places, rows in zip(where, (keys, values), strict=True):
+            self.write_rows(places[None], rows[:, None])
 
     def open_slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Make room for more tokens in every lane; they count when `lengths` says so.
 
         Returns:
-            Where their keys and their values go, int64 `[lanes, num_tokens, D / 16]` each, for `write_pieces`.
+            Where their keys and their values go, int64 `[lanes, num_tokens]` each, for `write_rows`.
         """
         self._grow(self.lengths + num_tokens)
         slots = self.lengths[:, None] + torch.arange(num_tokens)
-        return self._pieces(self.addresses.gather(1, slots // self.format.page_tokens), slots)
+        return self._places(self.addresses.gather(1, slots // self.format.page_tokens), slots)
 
-    def write_pieces(self, index: Tensor, rows: Tensor) -> None:
-        """Write keys or values `[N, D]` to the places `open_slots` named."""
-        pieces = in_words(self._store.pool.slab.view(self._dtype).view(-1, _PIECE))
-        pieces[index.flatten()] = in_words(rows.to(self._dtype).contiguous().view(-1, _PIECE))
+    def write_rows(self, places: Tensor, rows: Tensor) -> None:
+        """Write keys or values `[T, lanes, D]` to the places `[lanes, T]` that `open_slots` named."""
+        slab = self._store.pool.slab.view(self._dtype)
+        cpu_kernels(self.format.head_dim).write_rows(slab, places, rows, num_threads=torch.get_num_threads())
 
     def append_pages(self, lanes: Tensor, pages: Tensor) -> None:
         """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""
@@ -144,17 +141,18 @@ class PageList:
             store.pool.write(other.addresses[other.addresses >= 0], pages)
         return other
 
-    def _pieces(self, addresses: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the key and the value of a slot lie in the slab, in pieces `[…, D / 16]`."""
+    def _places(self, addresses: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the key and the value of a slot begin, in numbers from the slab's first."""
         size, dim = self.format.page_tokens, self.format.head_dim
-        start = addresses * (UNIT_BYTES // self._dtype.itemsize) + slots % size * dim
-        inside = torch.arange(dim // _PIECE)
-        return tuple((start + offset)[..., None] // _PIECE + inside for offset in (0, size * dim))
+        keys = addresses * (UNIT_BYTES // self._dtype.itemsize) + slots % size * dim
+        return keys, keys + size * dim
 
     def _grow(self, lengths: Tensor) -> None:
         """Add pages until each lane holds `lengths[lane]` tokens."""
-        needed = -(-lengths // self.format.page_tokens)
         held = self.num_pages
+        if int(lengths.max()) <= int(held.min()) * self.format.page_tokens:
+            return  # as at most decode steps
+        needed = -(-lengths // self.format.page_tokens)
         width = int(needed.max()) if len(needed) else 0
         if width > self.addresses.shape[1]:
             pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
+from kvcache.huge_pages import in_huge_pages
+from kvcache.kernels import torch_twin
+from kvcache.kernels.registry import cpu_kernels
 from kvcache.layout import CacheLayout
 
 
@@ -27,9 +30,11 @@ class PagePool(BlockAllocator):
         super().__init__(num_pages)
         shape = (num_pages, layout.page_tokens, layout.head_dim)
         self.layout = layout
-        # zeros, not empty: the memory is really taken now, not when a job is half done
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # [P, page_tokens, D]
-        self.values = torch.zeros(shape, dtype=dtype, device=device)  # [P, page_tokens, D]
+        # zeroed: the memory is really taken now, not when a job is half done
+        self.keys, self.values = (  # [P, page_tokens, D]
+            in_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for _ in range(2)
+        )
+        self._kernels = cpu_kernels(layout.head_dim) if self.keys.device.type == "cpu" else torch_twin
 
     @property
     def allocated_bytes(self) -> int:
@@ -51,10 +56,9 @@ class PagePool(BlockAllocator):
         values: Tensor,  # [T, KVH, D]
     ) -> None:
         """Write one layer's new keys and values into their slots."""
-        flat = slots.flatten()
-        for slab, new in ((self.keys, keys), (self.values, values)):
-            rows = new.transpose(0, 1).reshape(len(flat), -1).to(slab.dtype)
-            slab.view(-1, slab.shape[2]).index_copy_(0, flat, rows)
+        places = slots * self.keys.shape[2]
+        for slab, rows in ((self.keys, keys), (self.values, values)):
+            self._kernels.write_rows(slab, places, rows, num_threads=torch.get_num_threads())
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, keys and values."""

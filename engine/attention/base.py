@@ -1,16 +1,19 @@
 """The protocol every attention backend follows.
 
-Both calls happen after the new tokens' keys and values were written to the pages and before the cache counts them:
+Attention is called after the new tokens' keys and values were written to the pages and before the cache counts them:
 `cache.lengths` is the fill of each lane without them, and new token `i` sees `lengths + i + 1` slots.
 The second result is the natural logarithm of the softmax's denominator, by which partial results are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from kvcache.sequence_cache import SequenceCache
+
+# decode(layer, q [B, H, D], one query per sequence) -> output [B, H, D] and log-sum-exp [B, H] (float32)
+Decode = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class AttentionBackend(Protocol):
@@ -27,11 +30,6 @@ class AttentionBackend(Protocol):
         """Return the attention output `[C, H, D]` and log-sum-exp `[C, H]` (float32) of one chunk."""
         ...
 
-    def decode(
-        self,
-        layer: int,
-        q: Tensor,  # [B, H, D] one query per sequence
-        caches: Sequence[SequenceCache],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the attention output `[B, H, D]` and log-sum-exp `[B, H]` (float32) of one token each."""
+    def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
+        """Return what attends one token of each sequence in the step that begins, layer by layer."""
         ...

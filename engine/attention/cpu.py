@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.attention.base import Decode
+from kvcache.kernels.page_table import BlockTables
 from kvcache.kernels.registry import compiled_kernels
 from kvcache.sequence_cache import SequenceCache
 
@@ -33,23 +35,27 @@ class CPUAttention:
             num_threads=torch.get_num_threads(),
         )
 
-    def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.decode`."""
-        kernels = compiled_kernels(q.shape[2])
-        if kernels is None:
-            return _decode(layer, q, caches)
+    def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
+        """See `AttentionBackend.open_decode`."""
         pool = caches[0].pool
-        lengths = torch.stack([cache.lengths[layer] for cache in caches]) + 1
-        out, lse, _ = kernels.decode_attention_pool(
-            q,
-            pool.keys,
-            pool.values,
-            [cache.pages[layer] for cache in caches],
-            lengths,
-            scale=q.shape[2] ** -0.5,
-            num_threads=torch.get_num_threads(),
-        )
-        return out, lse
+        dim = pool.keys.shape[2]
+        kernels = compiled_kernels(dim)
+        if kernels is None:
+            return lambda layer, q: _decode(layer, q, caches)
+        lengths = torch.stack([cache.lengths for cache in caches]) + 1
+        tables = BlockTables.by_layer([cache.pages for cache in caches], lengths, pool.layout.page_tokens)
+
+        def decode(layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+            return kernels.decode_attention_pool(
+                q,
+                pool.keys,
+                pool.values,
+                tables[layer],
+                scale=dim**-0.5,
+                num_threads=torch.get_num_threads(),
+            )[:2]
+
+        return decode
 
 
 def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache) -> tuple[Tensor, Tensor]:

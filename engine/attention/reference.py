@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.attention.base import Decode
 from kvcache.sequence_cache import SequenceCache
 
 
@@ -35,10 +36,14 @@ class ReferenceAttention:
                 lse[:, head] = scores.logsumexp(-1)
         return out, lse
 
-    def decode(self, layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.decode`."""
-        results = [self.prefill(layer, q[i : i + 1], q, q, cache) for i, cache in enumerate(caches)]
-        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+    def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
+        """See `AttentionBackend.open_decode`."""
+
+        def decode(layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+            results = [self.prefill(layer, q[i : i + 1], q, q, cache) for i, cache in enumerate(caches)]
+            return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+        return decode
 
 
 def _lane(cache: SequenceCache, layer: int, kv_head: int, num_tokens: int) -> tuple[Tensor, Tensor]:

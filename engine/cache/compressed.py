@@ -210,20 +210,21 @@ class CompressedBackend:
         is known of each what it looks at.
         """
         slots, pages = zip(*(cache.open_slots(count) for cache, count in spans), strict=True)
-        key_slots, value_slots = (torch.cat(x, 1) for x in zip(*slots, strict=True))  # [lanes, T, D / 16]
+        num_layers = self.layout.num_layers
+        key_places, value_places = (  # each layer's [KVH, T]
+            torch.cat(x, 1).unflatten(0, (num_layers, -1)).unbind() for x in zip(*slots, strict=True)
+        )
         table = PageTable.join(self.frames.slab, [each for part in pages for each in part])
         caches = [cache for cache, count in spans for _ in range(count)]
-        write = caches[0].recent.write_pieces
+        tables, write = table.by_layer(num_layers), caches[0].recent.write_rows
         seen: list[Tensor] = []
 
         def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            lanes = self._lanes(layer)
-            write(key_slots[lanes], k.transpose(0, 1))
-            write(value_slots[lanes], v.transpose(0, 1))
-            pages = table.lanes(lanes.start, lanes.stop)
+            write(key_places[layer], k)
+            write(value_places[layer], v)
             out, _, largest = self._kernels.decode_attention(
                 q,
-                pages,
+                tables[layer],
                 scale=q.shape[2] ** -0.5,
                 want_largest=self.layout.config.drops,
                 num_threads=torch.get_num_threads(),
@@ -231,7 +232,7 @@ class CompressedBackend:
             if largest is not None:
                 seen.append(largest)
                 # All layers at once: one by one the calls take longer than the work (of eight rows, 6 against 1 ms).
-                if len(seen) == self.layout.num_layers:
+                if len(seen) == num_layers:
                     self._note_attention(caches, table, torch.cat(seen))
             return out
 

@@ -79,14 +79,15 @@ class FullCache:
         choices = [span.num_choices for span in spans]
         caches = decodes + [cache for cache, _ in chunks]
         slots = slot_mapping(caches, [1] * len(decodes) + [count for _, count in chunks])  # [L, KVH, T]
+        decode = self.backend.open_decode(decodes) if decodes else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             num_tokens = slots.shape[-1]  # of the plan: a step may be filled up with more
             self.pool.store(slots[layer], k[:num_tokens], v[:num_tokens])
             out = torch.empty_like(q)  # [T, H, D]
             start = len(decodes)
-            if decodes:
-                out[:start] = self.backend.decode(layer, q[:start], decodes)[0]
+            if decode:
+                out[:start] = decode(layer, q[:start])[0]
             for (cache, count), num_choices in zip(chunks, choices, strict=True):
                 span = slice(start, start + count)
                 if layer < last_layer or num_choices:

@@ -1,8 +1,7 @@
 """The decoder: token ids to hidden states to logits, for every supported architecture.
 
 It knows nothing of caches or sequences: all tokens of a step lie in one flat row, and the caller's `attend`
-does the attention of each layer. What comes between the matrix products is one pass each (`engine.native`), into one
-workspace, kept between calls: fresh memory costs page faults, which on a CPU are dearer than the arithmetic.
+does the attention of each layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.convert import rotate_values, to_int8
+from engine.models.passes import LayerPasses, Passes
 from engine.models.rope import moved_keys, rope_tables
-from engine.models.weights import LayerWeights, Projection, Weights, load_weights
-from engine.native.int8 import Int8Rows, Int8Weight
+from engine.models.weights import Projection, Weights, load_weights
+from engine.native import torch_twin
+from engine.native.int8 import Int8Weight
 from engine.native.packed import PackedWeight
 from engine.native.registry import layer_kernels
 from kvcache.quant import rotation
@@ -48,7 +49,7 @@ class Decoder:
         self._kernels = layer_kernels(config, self.device)
         self._turn = rotation(config.head_dim).to(self.device)
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
-        self._workspace: dict[str, Tensor | Int8Rows] = {}
+        self._passes = self._make_passes()
 
     @property
     def weight_bytes(self) -> int:
@@ -76,11 +77,13 @@ class Decoder:
         """
         if not self.is_rotated:
             layers = list(self._weights.layers)
-            self._weights = replace(self._weights, layers=())  # so that one alone is there in both forms
+            # so that one alone is there in both forms
+            self._weights, self._passes = replace(self._weights, layers=()), None
             for index, layer in enumerate(layers):
                 layers[index] = rotate_values(layer, self.config)
             self._weights = replace(self._weights, layers=tuple(layers))
             self.is_rotated = True
+            self._passes = self._make_passes()
 
     @torch.inference_mode()
     def forward(
@@ -99,26 +102,18 @@ class Decoder:
             attend: Called once a layer, in order. Its q, k and v are views of the workspace, overwritten by
                 the next layer: copy what must stay.
         """
-        config, kernels, eps = self.config, self._kernels, self.config.norm_eps
+        config = self.config
         cos, sin = self._cos[positions], self._sin[positions]  # [T, D / 2]
         embedding = self._weights.embedding
         hidden = embedding.rows(token_ids) if isinstance(embedding, PackedWeight) else embedding[token_ids]
-        for index, layer in enumerate(self._weights.layers):
-            normed = self._rows("normed", layer.qkv, len(hidden))
-            kernels.rms_norm(hidden, layer.attention_norm, eps, normed)
-            q, k, v = self._qkv(normed, layer, cos, sin)
+        for index in range(config.num_layers):
+            q, k, v = self._passes.before_attention(index, hidden, cos, sin)
             attended = attend(index, q, k, v).flatten(1)
             if rows is not None and index == config.num_layers - 1:
                 hidden, attended = hidden[rows], attended[rows]
-            self._add_projected(hidden, attended, layer.output)
-            normed = self._rows("normed", layer.gate_up, len(hidden))
-            kernels.rms_norm(hidden, layer.mlp_norm, eps, normed)
-            gate_up = self._project("gate_up", normed, layer.gate_up)
-            product = self._rows("product", layer.down, len(hidden))
-            kernels.silu_mul(gate_up, product)
-            self._add_projected(hidden, product, layer.down)
+            self._passes.after_attention(index, hidden, attended)
         out = torch.empty_like(hidden)
-        kernels.rms_norm(hidden, self._weights.norm, eps, out)
+        self._kernels.rms_norm(hidden, self._weights.norm, config.norm_eps, out)
         return out
 
     def checksums(self) -> list[float]:
@@ -135,70 +130,14 @@ class Decoder:
         self._kernels.float_product(hidden, head, out)
         return out
 
-    def _qkv(
-        self, normed: Tensor | Int8Rows, layer: LayerWeights, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = self._project("qkv", normed, layer.qkv).unflatten(-1, (-1, config.head_dim))
-        self._kernels.rotate(
-            qkv,
-            *heads[:2],
-            cos,
-            sin,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=config.norm_eps,
-            turn=self._turn if self.is_rotated else None,
-        )
-        return qkv.split(heads, dim=1)
+    def _make_passes(self) -> LayerPasses:
+        layers = self._weights.layers
+        if self._kernels is not torch_twin:
+            from engine.native.compiled_passes import CompiledPasses, can_compile
 
-    def _project(self, name: str, x: Tensor | Int8Rows, projection: Projection) -> Tensor:
-        """Multiply into the workspace: [T, in] -> [T, out]."""
-        weight, bias = projection.weight, projection.bias
-        if isinstance(x, Int8Rows):
-            out = self._buffer(name, len(x.codes), weight.shape[0])
-            self._kernels.int8_product(x, weight, out, bias=bias)
-            return out
-        out = self._buffer(name, len(x), weight.shape[0])
-        if isinstance(weight, PackedWeight):
-            self._kernels.float_product(x, weight, out, bias=bias)
-            return out
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
-
-    def _add_projected(self, residual: Tensor, x: Tensor | Int8Rows, projection: Projection) -> None:
-        """Multiply and add to the residual in place, without a pass of its own."""
-        weight, bias = projection.weight, projection.bias
-        if isinstance(weight, Int8Weight):
-            if isinstance(x, Tensor):
-                x, dense = self._rows("attended", projection, len(x)), x
-                self._kernels.quantise_rows(dense.contiguous(), x)
-            self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
-            return
-        if isinstance(weight, PackedWeight):
-            self._kernels.float_product(x.contiguous(), weight, residual, adds=True)
-        else:
-            residual.addmm_(x, weight.t())
-        if bias is not None:
-            residual.add_(bias)
-
-    def _rows(self, name: str, projection: Projection, num_rows: int) -> Tensor | Int8Rows:
-        """Return room for what a projection takes: numbers, or codes where its weights are codes."""
-        width = projection.weight.shape[1]
-        if not isinstance(projection.weight, Int8Weight):
-            return self._buffer(name, num_rows, width)
-        codes = self._buffer(name, num_rows, width, torch.int8)
-        return Int8Rows(codes, self._buffer(f"{name} scales", num_rows, 1, torch.float32).flatten())
-
-    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the first rows of a workspace tensor, which grows to the largest step seen."""
-        held = self._workspace.get(name)
-        if held is None or len(held) < num_rows:
-            shape = (num_rows, width)
-            self._workspace[name] = held = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return held[:num_rows]
+            if can_compile(self.config, layers, is_rotated=self.is_rotated):
+                return CompiledPasses(self.config, layers, is_rotated=self.is_rotated)
+        return Passes(self.config, layers, self._kernels, self._turn if self.is_rotated else None)
 
 
 def load_model(

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace {

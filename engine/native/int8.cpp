@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "elements.h"
+#include "kernels.h"
 #include "panels.h"
 
 namespace {

@@ -16,8 +16,6 @@ from kvcache.kernels.cpu import build
 
 _HERE = Path(__file__).parent
 _DTYPES = (torch.float32, torch.bfloat16)
-_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
-# Declared once: a decode step makes some 200 calls, and wrapping each number takes longer than the work.
 _SIGNATURES = {
     "kvb_rms_norm": "ipplifpppi",
     "kvb_silu_mul": "iplipppi",
@@ -25,6 +23,8 @@ _SIGNATURES = {
     "kvb_rotate": "iplliiippppfii",
     "kvb_int8_product": "ippppppliipii",
     "kvb_float_product": "ipppliipii",
+    "kvb_before_attention": "ppplpppi",
+    "kvb_after_attention": "ppplppi",
 }
 
 
@@ -36,9 +36,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name, letters in _SIGNATURES.items():
-        getattr(found, name).argtypes = [_TYPES[letter] for letter in letters]
-    return found
+    return build.declare(found, _SIGNATURES)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> None:

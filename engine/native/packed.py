@@ -6,6 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvcache.huge_pages import in_huge_pages
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -21,7 +23,7 @@ class PackedWeight:
     def empty(cls, width: int, depth: int, panel: int, dtype: torch.dtype) -> Self:
         """Return one without numbers; the width is a multiple of `panel`."""
         order = (panel // 2, 2) if dtype == torch.bfloat16 else (2, panel // 2)
-        return cls(torch.empty(width // panel, depth, *order, dtype=dtype))
+        return cls(in_huge_pages(torch.empty(width // panel, depth, *order, dtype=dtype)))
 
     @property
     def panel(self) -> int:

@@ -4,6 +4,7 @@
 // (engine/native/packed.py). An output is summed in the order of its inputs, one fused multiplication and addition at a
 // time, however rows and panels are shared out: a row's result depends on nothing but the row.
 #include "elements.h"
+#include "kernels.h"
 #include "panels.h"
 
 namespace {

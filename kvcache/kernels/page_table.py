@@ -99,3 +99,52 @@ class PageTable:
         """Return the table of lanes `[start, end)` of every sequence."""
         per_lane = {name: getattr(self, name)[:, start:end].contiguous() for name in _PER_LANE}
         return replace(self, **per_lane)
+
+    def by_layer(self, num_layers: int) -> list["PageTable"]:
+        """Return a table for each layer, whose lanes are behind each other."""
+        parts = (
+            getattr(self, name).unflatten(1, (num_layers, -1)).transpose(0, 1).contiguous()
+            for name in _PER_LANE
+        )
+        return [
+            replace(self, **dict(zip(_PER_LANE, layer, strict=True))) for layer in zip(*parts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """One layer's block tables of several sequences in a pool.
+
+    Attributes:
+        pages: of each sequence, int64 `[KVH, pages]` page ids.
+        lengths: int64 `[B, KVH]` tokens.
+        places: int64 `[B, KVH]`, where in memory each lane's page ids lie.
+    """
+
+    pages: tuple[Tensor, ...]
+    lengths: Tensor
+    places: Tensor
+    page_tokens: int
+
+    @classmethod
+    def by_layer(
+        cls,
+        pages: Sequence[Tensor],  # B × int64 [L, KVH, pages]
+        lengths: Tensor,  # int64 [B, L, KVH]
+        page_tokens: int,
+    ) -> list[Self]:
+        """Return those of each layer."""
+        widths = torch.tensor([table.shape[2] for table in pages])
+        assert bool((lengths <= widths[:, None, None] * page_tokens).all()), (
+            "a lane is longer than its block table"
+        )
+        assert all(table.is_contiguous() and table.dtype == torch.int64 for table in pages)
+        starts = torch.tensor([table.data_ptr() for table in pages])
+        _, num_layers, num_lanes = lengths.shape
+        lanes = torch.arange(num_layers * num_lanes).view(num_layers, 1, num_lanes)
+        places = starts[:, None] + lanes * (widths * pages[0].itemsize)[:, None]  # [L, B, KVH]
+        per_layer = zip(*(table.unbind() for table in pages), strict=True)
+        return [
+            cls(tables, *each, page_tokens)
+            for tables, *each in zip(per_layer, lengths.transpose(0, 1).contiguous(), places, strict=True)
+        ]

@@ -3,13 +3,13 @@
 One lane at a time, softmax in float32.
 """
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
 from kvcache.compensation import Compensation
-from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.page_format import UNIT_BYTES, PageFormat
 from kvcache.page_rows import PageRows
 from kvcache.quant import dequantise_pages, quantise_pages
@@ -67,8 +67,7 @@ def decode_attention_pool(
     q: Tensor,  # [B, H, D]
     keys: Tensor,  # [P, page_tokens, D]
     values: Tensor,  # [P, page_tokens, D]
-    pages: Sequence[Tensor],  # B × int64 [KVH, pages]
-    lengths: Tensor,  # int64 [B, KVH]
+    tables: BlockTables,  # B sequences, KVH lanes
     *,
     scale: float,
     want_largest: bool = False,
@@ -77,10 +76,28 @@ def decode_attention_pool(
     """Attend as `decode_attention` does, over full-precision pages, keys and values in slabs of their own."""
     lanes = (
         tuple(slab[lane].flatten(0, 1)[:length].float() for slab in (keys, values))
-        for table, row in zip(pages, lengths.tolist(), strict=True)
-        for lane, length in zip(table, row, strict=True)
+        for pages, lengths in zip(tables.pages, tables.lengths.tolist(), strict=True)
+        for lane, length in zip(pages, lengths, strict=True)
     )
-    return _attend(q, lanes, lengths.numel(), scale, want_largest)
+    return _attend(q, lanes, tables.lengths.numel(), scale, want_largest)
+
+
+def write_rows(
+    slab: Tensor,  # float, contiguous
+    places: Tensor,  # int64 [KVH, T]
+    rows: Tensor,  # [T, KVH, D]
+    *,
+    num_threads: int = 1,
+) -> None:
+    """Write keys or values to a slab, in its type: a row begins so many numbers behind the slab's first.
+
+    That number is a multiple of the head's size or of 16.
+    """
+    dim = rows.shape[2]
+    piece = math.gcd(dim, 16)  # of rows that begin anywhere, larger ones are faster
+    index = places[:, :, None] // piece + torch.arange(dim // piece, device=places.device)
+    pieces = rows.transpose(0, 1).to(slab.dtype).reshape(-1, piece)
+    slab.view(-1, piece)[index.flatten().to(slab.device)] = pieces
 
 
 def prefill_attention_pool(

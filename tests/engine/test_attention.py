@@ -99,7 +99,7 @@ def test_decode_of_many_sequences_agrees():
     expected = [plain(q[i : i + 1], *kv, n) for i, (n, kv) in enumerate(zip(lengths, data, strict=True))]
     for backend in BACKENDS:
         with backend() as attention:
-            out, lse = attention.decode(0, q, caches)
+            out, lse = attention.open_decode(caches)(0, q)
         torch.testing.assert_close(out, torch.cat([o for o, _ in expected]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse, torch.cat([s for _, s in expected]), rtol=1e-4, atol=1e-5)
 

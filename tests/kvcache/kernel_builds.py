@@ -22,7 +22,9 @@ BUILDS = {"native": (), "pairs": ("-DKVBATCH_BF16",)} | ({"plain": ("-march=x86-
 each_build = pytest.mark.parametrize("build_name", list(BUILDS))
 
 _compiled = functools.cache(
-    lambda name: build.compile_and_load(build.find_compiler(), build.cache_folder(), BUILDS[name])
+    lambda name: ops.declared(
+        build.compile_and_load(build.find_compiler(), build.cache_folder(), BUILDS[name])
+    )
 )
 
 

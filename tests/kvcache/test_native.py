@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.kernels import registry, torch_twin
 from kvcache.kernels.cpu import build, ops
-from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.page_format import PageFormat
 from kvcache.quant import quantise_pages
 from tests.kvcache.kernel_builds import BUILDS, built, needs_compiler
@@ -80,12 +80,29 @@ def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, he
             held[lane] = (torch.arange(len(lane) * size) < length).view(-1, size)
     keys[~held] = values[~held] = torch.nan
     q = torch.randn(2, 2 * group, head_dim).to(dtype)
-    arguments = (q, keys, values, pages, lengths)
+    tables = BlockTables.by_layer([table[None] for table in pages], lengths[:, None], size)[0]
+    arguments = (q, keys, values, tables)
     expected = torch_twin.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
     with built(build_name):
         got = ops.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
     for actual, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+
+
+@needs_compiler
+@each_decode_build
+@pytest.mark.parametrize("slab_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 64), (150, 80)])
+def test_rows_go_where_the_twin_puts_them(build_name, slab_dtype, dtype, num_tokens, head_dim):
+    count = 3 * num_tokens
+    places = (torch.randperm(2 * count)[:count] * head_dim).view(3, num_tokens)
+    rows = torch.randn(num_tokens, 5, head_dim).to(dtype)[:, 1:4]  # as keys lie among queries and values
+    slabs = torch.zeros(2, 2 * count * head_dim, dtype=slab_dtype)
+    torch_twin.write_rows(slabs[0], places, rows)
+    with built(build_name):
+        ops.write_rows(slabs[1], places, rows, num_threads=2)
+    assert torch.equal(*slabs) and int((slabs[0] != 0).sum()) == count * head_dim
 
 
 def test_twin_is_softmax_attention():

@@ -21,6 +21,7 @@ from pathlib import Path
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
 HERE = Path(__file__).parent
+_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
 
 @functools.cache
@@ -40,6 +41,16 @@ def library(folder: Path = HERE) -> ctypes.CDLL | None:
             "CPU kernels cannot be compiled (%s); torch takes over, at a fraction of the decode speed", reason
         )
         return None
+
+
+def declare(found: ctypes.CDLL, signatures: dict[str, str]) -> ctypes.CDLL:
+    """Tell a library what its functions take, by letters: int, long, float or pointer.
+
+    Wrapping each number at every call takes longer than a decode step's work.
+    """
+    for name, letters in signatures.items():
+        getattr(found, name).argtypes = [_TYPES[letter] for letter in letters]
+    return found
 
 
 def find_compiler() -> list[str]:

@@ -6,17 +6,39 @@ is there.
 
 import ctypes
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvcache.compensation import Compensation
 from kvcache.kernels import torch_twin
-from kvcache.kernels.cpu.build import library
-from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.cpu import build
+from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.page_format import PageFormat
 from kvcache.page_rows import PageRows
+
+_DECODE, _QUERIES = "liif", "pilliiif"  # what `_shape` and `_queries` return
+_SIGNATURES = {
+    "kvb_quantise": "pilpppillppipppplli",
+    "kvb_dequantise": "ppppppp" + "liippi",
+    "kvb_decode_mixed": "ppippppp" + _DECODE + "ppppi",
+    "kvb_decode_pool": "ppiipp" + _DECODE + "ppppi",
+    "kvb_prefill_pool": "ppiiplpi" + _QUERIES + "ppi",
+    "kvb_prefill_mixed": "ppppppp" + "ppilii" + _QUERIES + "pplpi",
+    "kvb_write_rows": "pippillilii",
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, or None where they cannot be compiled."""
+    found = build.library()
+    return found and declared(found)
+
+
+@functools.cache
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return a library whose functions know what they take."""
+    return build.declare(found, _SIGNATURES)
 
 
 def quantise(
@@ -57,16 +79,16 @@ def quantise(
     library().kvb_quantise(
         _formats((page_format,)),
         dim,
-        ctypes.c_int64(num_pages),
+        num_pages,
         *map(_pointer, (rows.index, rows.keys, rows.values)),
         rows.keys.itemsize,
-        ctypes.c_int64(num_tokens),
-        ctypes.c_int64(rows.keys.stride(0)),
+        num_tokens,
+        rows.keys.stride(0),
         *map(_pointer, (rows.held_keys, rows.held_values)),
         rows.held_keys.itemsize,
         *map(_pointer, (key_weights, value_weights, lanes, pages)),
-        ctypes.c_int64(page_format.used_bytes),
-        ctypes.c_int64(page_format.page_bytes),
+        page_format.used_bytes,
+        page_format.page_bytes,
         num_threads,
     )
     return pages
@@ -90,7 +112,7 @@ def dequantise(
         assert dtype in (torch.float32, torch.bfloat16) and room.shape == (num_tokens, dim)
     library().kvb_dequantise(
         *_table(table),
-        ctypes.c_int64(table.first.numel()),
+        table.first.numel(),
         dim,
         int(dtype == torch.bfloat16),
         _pointer(keys),
@@ -129,8 +151,7 @@ def decode_attention_pool(
     q: Tensor,  # [B, H, D]
     keys: Tensor,  # [P, page_tokens, D]
     values: Tensor,  # [P, page_tokens, D]
-    pages: Sequence[Tensor],  # B × int64 [KVH, pages]
-    lengths: Tensor,  # int64 [B, KVH]
+    tables: BlockTables,  # B sequences, KVH lanes
     *,
     scale: float,
     want_largest: bool = False,
@@ -139,31 +160,47 @@ def decode_attention_pool(
     """See `torch_twin.decode_attention_pool`; slabs in float32 or bfloat16."""
     _check(keys, (torch.float32, torch.bfloat16))
     _check(values, (keys.dtype,))
-    _check(lengths, (torch.int64,))
-    assert keys.shape == values.shape and keys.shape[2] == q.shape[2] and len(q) == len(pages) == len(lengths)
-    size = keys.shape[1]
-    addresses = []
-    for table in pages:
-        _check(table, (torch.int64,))
-        start, stride = table.data_ptr(), table.shape[1] * table.itemsize
-        addresses += [start + head * stride for head in range(lengths.shape[1])]
-    widths = torch.tensor([table.shape[1] for table in pages])
-    assert bool((lengths <= widths[:, None] * size).all()), "a lane is longer than its block table"
+    lengths, size = tables.lengths, keys.shape[1]
+    assert keys.shape == values.shape and keys.shape[2] == q.shape[2] and len(q) == len(lengths)
+    assert tables.page_tokens == size
     rows, out, lse = _rows(q, lengths.numel())
     largest = torch.empty(int(lengths.sum())) if want_largest else None
-    tables = torch.tensor(addresses)
     library().kvb_decode_pool(
         _pointer(keys),
         _pointer(values),
         keys.itemsize,
         size,
-        _pointer(tables),
+        _pointer(tables.places),
         _pointer(lengths),
         *_shape(q, lengths.numel(), scale),
         *map(_pointer, (rows, out, lse, largest)),
         num_threads,
     )
     return out.to(q.dtype), lse, largest
+
+
+def write_rows(slab: Tensor, places: Tensor, rows: Tensor, *, num_threads: int = 1) -> None:
+    """See `torch_twin.write_rows`; float32 and bfloat16, heads of a multiple of 8."""
+    num_tokens, num_lanes, dim = rows.shape
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    for tensor in (slab, rows):
+        assert tensor.dtype in (torch.float32, torch.bfloat16) and tensor.device.type == "cpu"
+    assert slab.is_contiguous() and dim % 8 == 0
+    _check(places, (torch.int64,))
+    assert places.shape == (num_lanes, num_tokens)
+    library().kvb_write_rows(
+        _pointer(slab),
+        slab.dtype == torch.bfloat16,
+        _pointer(places),
+        _pointer(rows),
+        rows.dtype == torch.bfloat16,
+        rows.stride(0),
+        rows.stride(1),
+        num_lanes,
+        num_tokens,
+        dim,
+        num_threads,
+    )
 
 
 def prefill_attention_pool(
@@ -199,7 +236,7 @@ def prefill_attention_pool(
         keys.itemsize,
         keys.shape[1],
         _pointer(pages),
-        ctypes.c_int64(pages.stride(0)),
+        pages.stride(0),
         _pointer(past),
         len(past),
         *_queries(rows, len(past), scale),
@@ -243,12 +280,12 @@ def prefill_attention(
         _pointer(keys),
         _pointer(values),
         keys.itemsize,
-        ctypes.c_int64(keys.stride(0) * keys.itemsize),
+        keys.stride(0) * keys.itemsize,
         num_arena,
         num_lanes,
         *_queries(rows, num_lanes, scale),
         *map(_pointer, (out, lse)),
-        ctypes.c_int64(distance or 0),
+        distance or 0,
         _pointer(largest),
         num_threads,
     )
@@ -269,9 +306,9 @@ def _queries(rows: Tensor, num_lanes: int, scale: float) -> tuple:
     """Return pointer, whether bfloat16, strides of tokens and heads, tokens, query heads of a lane, head dim, scale."""
     assert scale > 0
     num_new, num_heads, dim = rows.shape
-    strides = (ctypes.c_int64(rows.stride(0)), ctypes.c_int64(rows.stride(1)))
+    strides = (rows.stride(0), rows.stride(1))
     is_bf16 = int(rows.dtype == torch.bfloat16)
-    return _pointer(rows), is_bf16, *strides, num_new, num_heads // num_lanes, dim, ctypes.c_float(scale)
+    return _pointer(rows), is_bf16, *strides, num_new, num_heads // num_lanes, dim, scale
 
 
 def _rows(q: Tensor, num_items: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,7 +320,7 @@ def _rows(q: Tensor, num_items: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _shape(q: Tensor, num_items: int, scale: float) -> tuple:
     """Return items, query heads of an item, head dim and scale."""
-    return ctypes.c_int64(num_items), q.shape[0] * q.shape[1] // num_items, q.shape[2], ctypes.c_float(scale)
+    return num_items, q.shape[0] * q.shape[1] // num_items, q.shape[2], scale
 
 
 def _table(table: PageTable) -> tuple:
@@ -323,5 +360,5 @@ def _check(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in dtypes
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -8,11 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.models import load_model
+from engine.models.passes import Passes
 from engine.native import ops, torch_twin
+from engine.native.compiled_passes import CompiledPasses, can_compile
 from engine.native.int8 import Int8Rows, quantise_weight
 from engine.native.packed import pack_weight
 from kvcache.kernels.cpu import build
 from kvcache.quant import rotation
+from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvcache.kernel_builds import ON_X86
 
 pytestmark = pytest.mark.skipif(
@@ -194,3 +198,31 @@ def test_weights_come_back_as_they_were_packed():
     assert packed.shape == (40, 24) and packed.codes.shape == (3, 6, 16, 4)
     step = weight.abs().amax(1, keepdim=True) / 127
     assert bool(((packed.dense() - weight).abs() <= step * 0.5001).all())
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_quant"), [(torch.float32, None)] + [(d, "int8") for d in DTYPES])
+@pytest.mark.parametrize(("name", "has_bias"), [("llama", True), ("qwen3", False)])
+def test_compiled_passes_are_the_kernels_one_by_one(
+    tmp_path, name, has_bias, dtype, weight_quant, is_rotated
+):
+    biases = {"attention_bias": True, "mlp_bias": True} if has_bias else {}
+    save_tiny_model(tmp_path, name, **biases)
+    decoder = load_model(tmp_path, dtype=dtype, weight_quant=weight_quant)
+    config, layers = decoder.config, decoder._weights.layers
+    if not can_compile(config, layers, is_rotated=is_rotated):
+        pytest.skip("torch multiplies these here")
+    compiled = CompiledPasses(config, layers, is_rotated=is_rotated)
+    plain = Passes(config, layers, ops, rotation(config.head_dim) if is_rotated else None)
+    for num_tokens in (19, 3, 40):  # less and more than there was room for
+        angles = make((num_tokens, config.head_dim // 2), torch.float32, 1)
+        hidden = [make((num_tokens, config.hidden_size), dtype, 2) for _ in range(2)]
+        for layer in range(config.num_layers):
+            heads = [
+                [part.clone() for part in passes.before_attention(layer, x, angles.cos(), angles.sin())]
+                for passes, x in zip((compiled, plain), hidden, strict=True)
+            ]
+            assert all(map(torch.equal, *heads))
+            for passes, x in zip((compiled, plain), hidden, strict=True):
+                passes.after_attention(layer, x, heads[0][0].flatten(1))
+            assert torch.equal(*hidden)
