@@ -9,8 +9,7 @@ from torch import Tensor
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
 
-# One of so many queries is looked at for the moments: fewer are as good a guess, and cost a quarter
-# (benchmarks/compression.md).
+# One of so many queries is looked at for the moments: fewer are as good a guess (benchmarks/compression.md).
 OBSERVED_EVERY = 16
 
 
@@ -47,7 +46,7 @@ class Arena:
 
     Attributes:
         keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
-        moments: sum of q qᵀ over every fourth of the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if
+        moments: sum of q qᵀ over every sixteenth of the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if
             nothing compensates.
         length: tokens held.
     """

@@ -160,6 +160,7 @@ class CompressedBackend:
             start = num_decodes
             for arena, pages, count, num_probes, last_queries in chunks:
                 span = slice(start, start + count + num_probes)
+                is_last = layer == self.layout.num_layers - 1
                 attend_chunk(
                     layer,
                     *(x[span] for x in (q, k, v)),
@@ -167,7 +168,7 @@ class CompressedBackend:
                     pages(layer),
                     out[span],
                     scorer,
-                    queries=[slice(0, count)] if layer < self.layout.num_layers - 1 else last_queries,
+                    queries=last_queries if is_last else [slice(0, count)],
                     num_probes=num_probes,
                 )
                 start = span.stop
@@ -183,11 +184,9 @@ class CompressedBackend:
             return [slice(0, count)]
         queries = []
         if scorer:
-            first = sequence.num_computed_tokens
-            for end in range(
-                LAST_LAYER_EVERY - first % LAST_LAYER_EVERY, count + LAST_LAYER_QUERIES, LAST_LAYER_EVERY
-            ):
-                queries.append(slice(max(0, end - LAST_LAYER_QUERIES), min(end, count)))
+            end = LAST_LAYER_EVERY - sequence.num_computed_tokens % LAST_LAYER_EVERY
+            for last in range(end, count + LAST_LAYER_QUERIES, LAST_LAYER_EVERY):
+                queries.append(slice(max(0, last - LAST_LAYER_QUERIES), min(last, count)))
         if chunk.num_choices and not sequence.is_prefix and (not queries or queries[-1].stop < count):
             queries.append(slice(count - 1, count))
         return queries
