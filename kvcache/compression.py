@@ -148,12 +148,14 @@ class Compressor:
         place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes))
         order[place] = new_lanes * keys.shape[1] + tokens
 
-        lanes = torch.arange(num_lanes).repeat_interleave(lengths)
-        full = torch.arange(len(lanes)) - starts[lanes] < (lengths // size * size)[lanes]
+        lanes, num_pages = torch.arange(num_lanes), lengths // size
+        full = torch.arange(len(order)) < (starts + num_pages * size).repeat_interleave(lengths)
         rows = PageRows(keys, values, held_keys, held_values, order[full].view(-1, size))
-        page_lanes = lanes[full][::size].contiguous()
+        page_lanes = lanes.repeat_interleave(num_pages)
         pages = self._quantise(page_format, page_lanes, rows, key_weights)
-        return TierShare(page_lanes, pages, lanes[~full], *rows.gather(order[~full]))
+        return TierShare(
+            page_lanes, pages, lanes.repeat_interleave(lengths % size), *rows.gather(order[~full])
+        )
 
     def _quantise(
         self,

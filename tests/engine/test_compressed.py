@@ -74,7 +74,7 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     [
         (PLAIN, {}),
         (replace(PLAIN, tail_tokens=0), {}),
-        # of the queries that follow a chunk, those that attend in the last layer are elsewhere in steps of 48
+        # which queries attend in the last layer is a matter of position, not of steps or prefixes
         (replace(PLAIN, tail_tokens=0, chunk_size=256), {}),
         (replace(PLAIN, overlap=True), {}),
         (replace(PLAIN, budget="global"), {}),
