@@ -233,7 +233,10 @@ PRESETS = {
     "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=4, recent_tokens=96),
     # with so few places, what the question looks at must win them in any lane
     "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4, budget="global"),
-    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens
-    "default": _preset(quant_bits=4, recent_tokens=48, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))),
+    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens; an arena of two chunks is
+    # small enough for larger ones, which take less time
+    "default": _preset(
+        quant_bits=4, recent_tokens=48, chunk_size=512, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))
+    ),
     "aggressive": _preset(keep_ratio=0.44, quant_bits=4, delay=4),
 }
