@@ -5,7 +5,9 @@ values, the layers' matrix products beside torch.mm; their ceiling is a square p
 torch or by kvbatch, whichever is faster. The other kernels are measured in GB/s of what they read, or, unpacking,
 write; their ceiling is a copy of more memory than the caches hold, reading and writing counted.
 Contenders run in turn, a row's figures in the same seconds, and the best of each counts, so other work on the machine
-hurts them alike. With one thread the time is the processor's, which leaves out what others took of it.
+hurts them alike. The copy between two turns leaves nothing of theirs in the caches, and pages lie in random order: what
+decode reads comes from memory, as in a run. With one thread the time is the processor's, which leaves out what others
+took of it.
 """
 
 import argparse
@@ -190,7 +192,7 @@ class Bench:
         per_sequence = shape[0] * shape[1]
         rows = torch.randn(2, per_sequence, PAGE_TOKENS, self.dim)
         slab = quantise_pages(*rows, kind).flatten().repeat(num_sequences)
-        numbers = torch.arange(per_sequence * num_sequences).view(num_sequences, *shape)
+        numbers = torch.randperm(per_sequence * num_sequences).view(num_sequences, *shape)
         full = torch.full(shape, PAGE_TOKENS)
         return PageTable.of(slab, [[(kind, n * kind.page_units, full)] for n in numbers])
 

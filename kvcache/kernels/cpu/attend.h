@@ -44,7 +44,7 @@ static inline float top_word(int bits, int count) {
 class Attention {
  public:
   Attention(int heads, int dim, int page_tokens)
-      : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), width_((dim + 63) / 64 * 64), query_(heads * dim),
+      : heads_(heads), dim_(dim), stride_(round_up(page_tokens)), width_((dim + 63) / 64 * 64), query_(heads * width_),
         sorted_(heads * width_), scores_(heads * stride_), sums_(heads * width_), scales_(std::max(width_, stride_)),
         minima_(std::max(width_, stride_)), decay_(heads), bias_(heads), minimum_(heads) {
     rounded_.resize(heads, std::max(width_, stride_));
@@ -54,7 +54,8 @@ class Attention {
   // Starts anew. out [G, D], max [G], sum [G] are the caller's and hold the partial result after `add`s and `finish`:
   // out is not divided by sum; max is in units of log2.
   void start(const float* q, float scale, float* out, float* max, float* sum) {
-    for (int i = 0; i < heads_ * dim_; i++) query_[i] = q[i] * (scale * LOG2E);
+    for (int g = 0; g < heads_; g++)
+      for (int d = 0; d < dim_; d++) query_[g * width_ + d] = q[g * dim_ + d] * (scale * LOG2E);
     out_ = out, max_ = max, sum_ = sum;
     std::fill(max, max + heads_, -1e30f);
     std::fill(sum, sum + heads_, 0.f);
@@ -152,17 +153,14 @@ class Attention {
     }
   }
 
-  // Leaves the query in sorted_, each head filled up with zeros to whole units, and returns how wide that makes it.
+  // Leaves the query in sorted_, each head as wide as whole units make it, and returns that width.
   template <class Codes>
   int sort_query() {
     constexpr int UNIT = 8 * Codes::WIDTH;
     const int width = (dim_ + UNIT - 1) / UNIT * UNIT;
     if (sorted_unit_ == UNIT) return width;
     sorted_unit_ = UNIT;
-    for (int g = 0; g < heads_; g++) {
-      std::copy(&query_[g * dim_], &query_[g * dim_] + dim_, &sorted_[g * width]);
-      std::fill(&sorted_[g * width] + dim_, &sorted_[g * width] + width, 0.f);
-    }
+    for (int g = 0; g < heads_; g++) std::copy_n(&query_[g * width_], width, &sorted_[g * width]);
     sort<Codes>(sorted_.data(), heads_ * width);
     return width;
   }
@@ -174,20 +172,21 @@ class Attention {
     const int width = sort_query<Codes>();
     read_halves(page.base + f.key_minima, dim_, minima_.data());
     read_halves(page.base + f.key_scales, dim_, scales_.data());
-    std::fill(&scales_[0] + dim_, &scales_[0] + width, 0.f);
+    for (auto* numbers : {&minima_, &scales_}) std::fill(numbers->begin() + dim_, numbers->begin() + width, 0.f);
     sort<Codes>(scales_.data(), width);
     const float top = top_word(f.key_bits, dim_);
     for_heads<PACKED_HEADS>([&](auto group, int first) {
       constexpr int G = decltype(group)::value;
-      const float *plain = &query_[first * dim_], *sorted = &sorted_[first * width];
+      const int stride = width_;
+      const float *plain = &query_[first * stride], *sorted = &sorted_[first * width];
+      const float *minima = minima_.data(), *scales = scales_.data();
       f32x8 bias[G] = {}, largest[G] = {};
-      for (int d = 0; d < dim_; d += 8)
-#pragma GCC unroll 4
-        for (int g = 0; g < G; g++) bias[g] += load(plain + g * dim_ + d) * load(&minima_[d]);
       for (int i = 0; i < width; i += 8)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++)
-          largest[g] = larger(largest[g], magnitude(load(sorted + g * width + i) * load(&scales_[i])));
+        for (int g = 0; g < G; g++) {
+          bias[g] += load(plain + g * stride + i) * load(minima + i);
+          largest[g] = larger(largest[g], magnitude(load(sorted + g * width + i) * load(scales + i)));
+        }
       float inverse[G];
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) {
@@ -198,7 +197,7 @@ class Attention {
       for (int i = 0; i < width; i += 8)
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++)
-          store_words(words + i * G + g * 8, load(sorted + g * width + i) * load(&scales_[i]) * inverse[g]);
+          store_words(words + i * G + g * 8, load(sorted + g * width + i) * load(scales + i) * inverse[g]);
     });
     return width;
   }
@@ -230,13 +229,16 @@ class Attention {
 
   template <bool PACKED, int G>
   void weigh(int first, int count, float top) {
-    float *s = &scores_[first * stride_], *max = max_ + first;
+    // In locals, since a number stored might be one of the members for all the compiler knows.
+    const int stride = stride_;
+    const float *scales = scales_.data(), *minima = minima_.data();
+    float *s = &scores_[first * stride], *max = max_ + first;
     f32x8 best[G], sum[G] = {}, minimum[G] = {}, largest[G] = {}, decay = {};
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) best[g] = splat(max[g]);
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) best[g] = larger(best[g], load(s + g * stride_ + t));
+      for (int g = 0; g < G; g++) best[g] = larger(best[g], load(s + g * stride + t));
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) {
       const float now = max_of(best[g]);
@@ -245,17 +247,17 @@ class Attention {
       best[g] = splat(now);
     }
     decay = exp2_of(decay);
-    for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) {
-        f32x8 p = exp2_of(load(s + g * stride_ + t) - best[g]);
+    for (int g = 0; g < G; g++)  // one by one, so that its sums stay in registers
+      for (int t = 0; t < count; t += 8) {
+        f32x8 p = exp2_of(load(s + g * stride + t) - best[g]);
         sum[g] += p;
         if (PACKED) {
-          minimum[g] += p * load(&minima_[t]);
-          p *= load(&scales_[t]);
+          minimum[g] += p * load(minima + t);
+          p *= load(scales + t);
           largest[g] = larger(largest[g], p);
         }
-        store(s + g * stride_ + t, p);
+        store(s + g * stride + t, p);
       }
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) {
@@ -267,19 +269,19 @@ class Attention {
     if (!PACKED) {
       for (int t = 0; t < count; t++)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) *to++ = splat(s[g * stride_ + t]);
+        for (int g = 0; g < G; g++) *to++ = splat(s[g * stride + t]);
       return;
     }
     float inverse[G];
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) inverse[g] = rounded_.settle(first + g, max_of(largest[g]), top);
-    int16_t* words = &rounded_.words[first * stride_];
+    int16_t* words = &rounded_.words[first * stride];
     for (int t = 0; t < count; t += 8)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) store_words(words + g * stride_ + t, load(s + g * stride_ + t) * inverse[g]);
+      for (int g = 0; g < G; g++) store_words(words + g * stride + t, load(s + g * stride + t) * inverse[g]);
     for (int t = 0; t < count; t += 2)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) *to++ = (f32x8)splat_pair(words + g * stride_ + t);
+      for (int g = 0; g < G; g++) *to++ = (f32x8)splat_pair(words + g * stride + t);
   }
 
   // Values of less than a byte come eight channels a lane; others in order. Each is the other's transpose.
@@ -294,7 +296,8 @@ class Attention {
   const int heads_, dim_, stride_, width_;
   int sorted_unit_ = 0;      // numbers of a unit in which sorted_, the query, is sorted
   bool transposed_ = false;  // sums_ are
-  std::vector<float> query_, sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
+  std::vector<float> query_;  // [G, width_], zeros beyond the head dim
+  std::vector<float> sorted_, scores_, sums_, scales_, minima_, decay_, bias_, minimum_;
   Rounded rounded_;
   Buffer<f32x8> spread_;
   float *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr;

@@ -170,8 +170,9 @@ static inline float sum_of(f32x8 x) {
 
 // Numbers at even and at odd places of a, then b.
 static inline void unzip(f32x8 a, f32x8 b, f32x8& even, f32x8& odd) {
-  even = f32x8{a[0], a[2], a[4], a[6], b[0], b[2], b[4], b[6]};
-  odd = f32x8{a[1], a[3], a[5], a[7], b[1], b[3], b[5], b[7]};
+  const f32x8 x = SHUFFLE(i32x8, a, b, 0, 2, 8, 10, 4, 6, 12, 14), y = SHUFFLE(i32x8, a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+  even = SHUFFLE(i32x8, x, x, 0, 1, 4, 5, 2, 3, 6, 7);
+  odd = SHUFFLE(i32x8, y, y, 0, 1, 4, 5, 2, 3, 6, 7);
 }
 
 // Numbers of a and b in turn: undoes `unzip`.
@@ -201,12 +202,11 @@ static inline f32x8 exp2_of(f32x8 x) {
   const f32x8 round = splat(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   f32x8 shifted = x + round;
   f32x8 f = x - (shifted - round);  // [-0.5, 0.5]
-  f32x8 p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
+  f32x8 p = splat(1.32647271e-3f);
+  p = p * f + 9.67151264e-3f;
+  p = p * f + 5.55073374e-2f;
+  p = p * f + 2.40222421e-1f;
+  p = p * f + 6.93146978e-1f;
   p = p * f + 1.f;
   return (f32x8)((i32x8)p + ((i32x8)shifted << 23));
 }
