@@ -87,8 +87,6 @@ class BlockAllocator:
 
 def _prefer_runs(free: Tensor, num_runs: int, run_blocks: int) -> Tensor:
     """Choose blocks from the ascending list `free`, as many whole runs as it holds, the rest scattered."""
-    if run_blocks == 1:
-        return free[:num_runs, None]
     if run_blocks == 0 or num_runs == 0:
         return free[:0].reshape(num_runs, run_blocks)
     if run_blocks == 1:
