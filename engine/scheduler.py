@@ -33,7 +33,8 @@ class Chunk:
     @property
     def num_choices(self) -> int:
         """After how many of its last tokens one is chosen: 1 where the prompt ends with this chunk."""
-        return int(self.sequence.num_computed_tokens + self.num_tokens >= self.sequence.num_prompt_tokens)
+        ends = self.sequence.num_computed_tokens + self.num_tokens >= self.sequence.num_prompt_tokens
+        return int(ends and not self.sequence.is_prefix)
 
 
 @dataclass(frozen=True)

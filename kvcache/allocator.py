@@ -90,7 +90,7 @@ def _prefer_runs(free: Tensor, num_runs: int, run_blocks: int) -> Tensor:
     if run_blocks == 0 or num_runs == 0:
         return free[:0].reshape(num_runs, run_blocks)
     if run_blocks == 1:
-        return free[:num_runs, None]
+        return free[:num_runs, None].clone()  # a view would keep the whole list
     breaks = (free.diff() != 1).nonzero().flatten() + 1
     starts = torch.cat([free.new_zeros(1), breaks])
     ends = torch.cat([breaks, free.new_tensor([len(free)])])

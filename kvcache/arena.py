@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
 
-# One of so many queries is looked at for the moments: fewer are as good a guess (benchmarks/compression.md).
+# One of so many queries is looked at for the moments, which a few hundred guess well (benchmarks/compression.md).
 OBSERVED_EVERY = 16
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for a new tensor's memory in huge pages, and return the tensor; nothing may have been written to it yet.
+    """Ask for a new tensor's memory in huge pages, best before anything is written to it, and return the tensor.
 
-    Whoever reads much more than the processor's table of addresses covers, weights and caches, waits less: a decode
-    step's products took 8 to 15 % less time (benchmarks/results.md). Where they are not to be had, nothing changes.
+    Whoever reads much more than the processor's table of addresses covers, weights and caches, waits less
+    (benchmarks/kernels.md). Where they are not to be had, nothing changes.
     """
     if tensor.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -151,9 +151,9 @@ class PageList:
         """Add pages until each lane holds `lengths[lane]` tokens."""
         held = self.num_pages
         if int(lengths.max()) <= int(held.min()) * self.format.page_tokens:
-            return  # as at most decode steps
+            return  # as in most decode steps
         needed = -(-lengths // self.format.page_tokens)
-        width = int(needed.max()) if len(needed) else 0
+        width = int(needed.max())
         if width > self.addresses.shape[1]:
             pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)
             self.addresses = torch.cat([self.addresses, pad], 1)

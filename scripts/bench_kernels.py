@@ -5,9 +5,9 @@ values, the layers' matrix products beside torch.mm; their ceiling is a square p
 torch or by kvbatch, whichever is faster. The other kernels are measured in GB/s of what they read, or, unpacking,
 write; their ceiling is a copy of more memory than the caches hold, reading and writing counted.
 Contenders run in turn, a row's figures in the same seconds, and the best of each counts, so other work on the machine
-hurts them alike. The copy between two turns leaves nothing of theirs in the caches, and pages lie in random order: what
-decode reads comes from memory, as in a run. With one thread the time is the processor's, which leaves out what others
-took of it.
+hurts them alike. In rows of GB/s the copy between two turns leaves nothing of theirs in the caches: what decode reads
+comes from memory, and its pages lie in random order. With one thread the time is the processor's, which leaves out what
+others took of it.
 """
 
 import argparse

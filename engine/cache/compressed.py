@@ -24,7 +24,7 @@ from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
 
 # In the last layer nobody wants what a prompt's tokens attend to, but for the scores of the keys; so there the last
-# LAST_LAYER_QUERIES of each LAST_LAYER_EVERY tokens attend (benchmarks/compression.md).
+# LAST_LAYER_QUERIES of each LAST_LAYER_EVERY tokens attend, and the one that chooses (benchmarks/compression.md).
 LAST_LAYER_QUERIES, LAST_LAYER_EVERY = 16, 64
 
 
@@ -180,16 +180,23 @@ class CompressedBackend:
         """Return which of some prompt tokens attend in the last layer: the same, whatever steps they come in."""
         sequence, count = chunk.sequence, chunk.num_tokens
         scorer = None if self._reconstructs else self.scorer
-        if scorer and scorer.distance is None:  # it looks at all of them together
+        if scorer and self._needs_all_queries(scorer):
             return [slice(0, count)]
         queries = []
         if scorer:
             end = LAST_LAYER_EVERY - sequence.num_computed_tokens % LAST_LAYER_EVERY
             for last in range(end, count + LAST_LAYER_QUERIES, LAST_LAYER_EVERY):
                 queries.append(slice(max(0, last - LAST_LAYER_QUERIES), min(last, count)))
-        if chunk.num_choices and not sequence.is_prefix and (not queries or queries[-1].stop < count):
+        if chunk.num_choices and (not queries or queries[-1].stop < count):
             queries.append(slice(count - 1, count))
         return queries
+
+    def _needs_all_queries(self, scorer: Scorer) -> bool:
+        """Tell whether fewer queries in the last layer would not do for its scores."""
+        config = self.layout.config
+        is_early = config.streaming and config.delay * config.chunk_size < 2 * LAST_LAYER_EVERY
+        # it looks at them together | keys might be judged unseen | layers compete, and fewer queries' maxima are lower
+        return scorer.distance is None or is_early or config.budget == "global"
 
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""
@@ -278,7 +285,6 @@ class CompressedBackend:
         if not cache.arena:
             cache.count_decoded()
             return
-        prompt_ends = prompt_ends and not sequence.is_prefix
         cache.extend(num_tokens, prompt_ends=prompt_ends)
         if self._reconstructs:
             self._reconstruct(sequence, cache.num_due(prompt_ends=prompt_ends), look_ahead)

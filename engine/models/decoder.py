@@ -78,7 +78,8 @@ class Decoder:
         if not self.is_rotated:
             layers = list(self._weights.layers)
             # so that one alone is there in both forms
-            self._weights, self._passes = replace(self._weights, layers=()), None
+            self._weights = replace(self._weights, layers=())
+            del self._passes
             for index, layer in enumerate(layers):
                 layers[index] = rotate_values(layer, self.config)
             self._weights = replace(self._weights, layers=tuple(layers))

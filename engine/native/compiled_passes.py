@@ -56,13 +56,14 @@ class CompiledPasses:
         self._num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._weights = layers  # the structs point into them
         self._layers = [ctypes.byref(_layer(weights, self._dtype)) for weights in layers]
-        self._head_dim = config.head_dim
+        self._head_dim, self._hidden_size = config.head_dim, config.hidden_size
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         is_bf16 = self._dtype == torch.bfloat16
         self._model = ctypes.byref(_Model(is_bf16, config.hidden_size, *heads, is_rotated, config.norm_eps))
         matrices = [m.weight for w in layers for m in (w.qkv, w.output, w.gate_up, w.down)]
         coded = [m.depth for m in matrices if isinstance(m, Int8Weight)]
         dense = len(coded) < len(matrices)
+        assert self._dtype == torch.float32 or not dense
         self._widths = {  # of the room's rows, in the order of `_Room`
             "normed": (dense * config.hidden_size, self._dtype),
             "qkv": (first.qkv.weight.shape[0], self._dtype),
@@ -80,16 +81,18 @@ class CompiledPasses:
     def before_attention(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """See `LayerPasses.before_attention`."""
         num_rows = len(hidden)
-        if layer == 0:  # all layers' rows are those of the first, or fewer
+        if layer == 0:  # the other layers' rows are as many
             self._make_room(num_rows)
+        assert num_rows == len(self._qkv[0])
         for table in (cos, sin):
-            assert table.is_contiguous() and table.dtype == torch.float32 and len(table) == num_rows
+            assert table.is_contiguous() and table.dtype == torch.float32
+            assert table.shape == (num_rows, self._head_dim // 2)
         self._before(
             self._model,
             self._layers[layer],
             self._room,
             num_rows,
-            self._at(hidden),
+            self._at(hidden, self._hidden_size),
             cos.data_ptr(),
             sin.data_ptr(),
             torch.get_num_threads(),
@@ -105,17 +108,18 @@ class CompiledPasses:
             self._layers[layer],
             self._room,
             len(hidden),
-            self._at(hidden),
-            self._at(attended),
+            self._at(hidden, self._hidden_size),
+            self._at(attended, self._num_heads[0] * self._head_dim),
             torch.get_num_threads(),
         )
 
-    def _at(self, rows: Tensor) -> int:
-        assert rows.is_contiguous() and rows.dtype == self._dtype
+    def _at(self, rows: Tensor, width: int) -> int:
+        assert rows.is_contiguous() and rows.dtype == self._dtype and rows.shape[1] == width
         return rows.data_ptr()
 
     def _make_room(self, num_rows: int) -> None:
         if num_rows > self._num_rows:
+            self._tensors, self._qkv = {}, ()  # the smaller room goes first
             self._tensors = {
                 name: torch.empty(num_rows, width, dtype=dtype)
                 for name, (width, dtype) in self._widths.items()
@@ -150,8 +154,8 @@ def _layer(weights: LayerWeights, dtype: torch.dtype) -> _Layer:
 
 def _matrix(projection: Projection) -> _Matrix:
     weight, bias = projection.weight, projection.bias
-    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32)
     width, depth = weight.shape
+    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and len(bias) == width)
     if isinstance(weight, Int8Weight):
         parts, kind = (weight.codes, weight.scales, weight.starts), 2
     else:

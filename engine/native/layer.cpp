@@ -45,7 +45,8 @@ struct Step {
     float* to = (float*)out;
     kvb_float_product(m.kind == BFLOATS, (const float*)x, m.panels, adds ? nullptr : m.bias, rows, m.depth, m.width, to,
                       adds, threads);
-    for (int64_t i = 0; adds && m.bias && i < rows * m.width; i++) to[i] += m.bias[i % m.width];
+    for (int64_t i = 0; adds && m.bias && i < rows; i++)
+      for (int j = 0; j < m.width; j++) to[i * m.width + j] += m.bias[j];
   }
 
   int8_t* codes_for(const Matrix& m) const { return m.kind == INT8 ? room.codes : nullptr; }

@@ -89,9 +89,9 @@ def write_rows(
     *,
     num_threads: int = 1,
 ) -> None:
-    """Write keys or values to a slab, in its type: a row begins so many numbers behind the slab's first.
+    """Write keys or values to a slab, in its type.
 
-    That number is a multiple of the head's size or of 16.
+    `places[h, t]` is the slab's number at which row t of lane h begins, a multiple of the head's size or of 16.
     """
     dim = rows.shape[2]
     piece = math.gcd(dim, 16)  # of rows that begin anywhere, larger ones are faster

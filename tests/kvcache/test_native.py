@@ -80,13 +80,17 @@ def test_pool_pages_are_read_as_the_twin_reads_them(build_name, dtype, group, he
             held[lane] = (torch.arange(len(lane) * size) < length).view(-1, size)
     keys[~held] = values[~held] = torch.nan
     q = torch.randn(2, 2 * group, head_dim).to(dtype)
-    tables = BlockTables.by_layer([table[None] for table in pages], lengths[:, None], size)[0]
-    arguments = (q, keys, values, tables)
-    expected = torch_twin.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
-    with built(build_name):
-        got = ops.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
-    for actual, wanted in zip(got, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+    both = [
+        torch.stack([table, table.flip(0)]) for table in pages
+    ]  # the second layer has the lanes the other way
+    for tables in BlockTables.by_layer(both, torch.stack([lengths, lengths.flip(1)], 1), size):
+        arguments = (q, keys, values, tables)
+        expected = torch_twin.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
+        with built(build_name):
+            got = ops.decode_attention_pool(*arguments, scale=0.2, want_largest=True)
+        for actual, wanted in zip(got, expected, strict=True):
+            rtol = 8e-3 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(actual, wanted, rtol=rtol, atol=1e-5)
 
 
 @needs_compiler

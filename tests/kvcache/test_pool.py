@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.allocator import PoolExhausted
+from kvcache.allocator import BlockAllocator, PoolExhausted
 from kvcache.layout import CacheLayout
 from kvcache.pool import PagePool
 from kvcache.sequence_cache import SequenceCache, slot_mapping
@@ -46,6 +46,13 @@ def test_runs_are_consecutive_while_the_free_list_allows_it():
     assert second.tolist() == [[3, 4, 5]]
     assert runs[0].tolist() == [6, 7, 8, 9]
     assert sorted(runs[1].tolist()) == [0, 1, 2, 10]
+
+
+def test_blocks_in_hand_keep_no_free_list_alive():
+    pool = BlockAllocator(1000)
+    for shape in ((3, 1), (3, 2)):
+        blocks = pool.allocate(*shape)
+        assert blocks.untyped_storage().nbytes() == blocks.nbytes
 
 
 def test_books_that_do_not_balance_are_found():

@@ -211,6 +211,7 @@ def test_compiled_passes_are_the_kernels_one_by_one(
     decoder = load_model(tmp_path, dtype=dtype, weight_quant=weight_quant)
     config, layers = decoder.config, decoder._weights.layers
     if not can_compile(config, layers, is_rotated=is_rotated):
+        assert weight_quant is None and not ops.float_panel()
         pytest.skip("torch multiplies these here")
     compiled = CompiledPasses(config, layers, is_rotated=is_rotated)
     plain = Passes(config, layers, ops, rotation(config.head_dim) if is_rotated else None)
@@ -223,6 +224,8 @@ def test_compiled_passes_are_the_kernels_one_by_one(
                 for passes, x in zip((compiled, plain), hidden, strict=True)
             ]
             assert all(map(torch.equal, *heads))
-            for passes, x in zip((compiled, plain), hidden, strict=True):
-                passes.after_attention(layer, x, heads[0][0].flatten(1))
-            assert torch.equal(*hidden)
+            for count in (0, 2, num_tokens):  # of a step's last layer only some rows go on
+                outs = [x[:count] for x in hidden]
+                for passes, x in zip((compiled, plain), outs, strict=True):
+                    passes.after_attention(layer, x, heads[0][0][:count].flatten(1))
+                assert torch.equal(*outs)
