@@ -258,16 +258,8 @@ class CompressedBackend:
 
     def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
         """Return a function that gives one layer's pages."""
-        table = PageTable.of(self.frames.slab, [cache.page_lists])
-
-        def pages(layer: int) -> LayerPages:
-            lanes = self._lanes(layer)
-            return LayerPages(self._kernels, table.lanes(lanes.start, lanes.stop), self._workspace)
-
-        return pages
-
-    def _lanes(self, layer: int) -> slice:
-        return slice(layer * self.layout.num_kv_heads, (layer + 1) * self.layout.num_kv_heads)
+        tables = PageTable.of(self.frames.slab, [cache.page_lists]).by_layer(self.layout.num_layers)
+        return lambda layer: LayerPages(self._kernels, tables[layer], self._workspace)
 
     def _workspace(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return room for keys and values, float32 `[num_tokens, D]`; it is kept, since fresh memory is dear."""
