@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
+from kvcache.kernels.registry import cpu_kernels
 
 # One of so many queries is looked at for the moments, which a few hundred guess well (benchmarks/compression.md).
 OBSERVED_EVERY = 16
@@ -66,10 +67,12 @@ class Arena:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's new keys and values `[C, KVH, D]` behind those held; `extend` counts them."""
+        _, num_lanes, capacity, dim = self.keys.shape
         end = self.length + len(keys)
-        assert end <= self.capacity, "a chunk outgrew its arena"
-        self.keys[layer, :, self.length : end] = keys.transpose(0, 1)
-        self.values[layer, :, self.length : end] = values.transpose(0, 1)
+        assert end <= capacity, "a chunk outgrew its arena"
+        slots = torch.arange(num_lanes)[:, None] * capacity + torch.arange(self.length, end)
+        for slab, rows in ((self.keys, keys), (self.values, values)):
+            cpu_kernels(dim).write_rows(slab[layer], slots * dim, rows, num_threads=torch.get_num_threads())
         self.scores[layer, :, self.length : end] = 0
 
     def observe(self, layer: int, queries: Tensor) -> None:
@@ -96,7 +99,8 @@ class Arena:
         rest = self.length - num_tokens
         for tensor in (self.keys, self.values, self.scores):
             for layer in tensor:  # one at a time: in the processor's cache a copy costs little
-                layer[:, :rest] = layer[:, num_tokens : self.length].clone()
+                left = layer[:, num_tokens : self.length]
+                layer[:, :rest] = left if rest <= num_tokens else left.clone()  # where they overlap
         self.length = rest
         self._key_weights = None  # as large as the moments, which alone are counted
 

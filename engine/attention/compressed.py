@@ -24,11 +24,16 @@ Lanes = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's pages of one sequence, for kernels (`table`) and dequantised (`lanes`)."""
+    """One layer's pages of one sequence, for kernels (`table`) and dequantised (`lanes`).
+
+    Attributes:
+        rounds: kernels may round, since pages are rounded more.
+    """
 
     kernels: ModuleType
     table: PageTable
     workspace: Callable[[int], tuple[Tensor, Tensor]]
+    rounds: bool
 
     def lanes(self) -> Lanes:
         """Dequantise into the workspace, which the next call overwrites."""
@@ -53,6 +58,7 @@ class LayerPages:
             scale=q.shape[2] ** -0.5,
             distance=distance,
             out=out,
+            rounds=self.rounds,
             num_threads=torch.get_num_threads(),
         )[2]
 

@@ -259,7 +259,8 @@ class CompressedBackend:
     def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
         """Return a function that gives one layer's pages."""
         tables = PageTable.of(self.frames.slab, [cache.page_lists]).by_layer(self.layout.num_layers)
-        return lambda layer: LayerPages(self._kernels, tables[layer], self._workspace)
+        rounds = self.layout.config.quantises or self._whole_dtype == torch.bfloat16
+        return lambda layer: LayerPages(self._kernels, tables[layer], self._workspace, rounds)
 
     def _workspace(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return room for keys and values, float32 `[num_tokens, D]`; it is kept, since fresh memory is dear."""

@@ -109,12 +109,13 @@ def prefill_attention_pool(
     *,
     scale: float,
     out: Tensor | None = None,  # [C, H, D]
+    rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
 
     The chunk's tokens are in slots `[past, past + C)` of their lanes; query `i` sees slots `[0, past + i]`.
-    `out` is room for the output, to be used again.
+    `out` is room for the output, to be used again. Nothing is gained by rounding here, so nothing `rounds`.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp, float32 `[C, H]`.
@@ -138,11 +139,12 @@ def prefill_attention(
     scale: float,
     distance: int | None = None,
     out: Tensor | None = None,  # [C, H, D]
+    rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend a chunk of one sequence to its pages, all of them older, and causally to explicit keys.
 
-    The last C keys are the chunk's own. `out` is room for the output, to be used again.
+    The last C keys are the chunk's own. `out` and `rounds` are as above.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the

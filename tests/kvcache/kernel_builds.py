@@ -16,9 +16,11 @@ needs_compiler = pytest.mark.skipif(
 )
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Flags by name: this machine's own; without any vector extension; with products of bfloat16 pairs, emulated where the
-# CPU has none.
-BUILDS = {"native": (), "pairs": ("-DKVBATCH_BF16",)} | ({"plain": ("-march=x86-64",)} if ON_X86 else {})
+# Flags by name: this machine's own; with products of bfloat16 pairs, emulated where the CPU has none, but none of
+# integers; without any vector extension, and products of integers all the same.
+BUILDS = {"native": (), "pairs": ("-DKVBATCH_BF16", "-DKVBATCH_INTEGERS=0")}
+if ON_X86:
+    BUILDS["plain"] = ("-march=x86-64", "-DKVBATCH_INTEGERS=1")
 each_build = pytest.mark.parametrize("build_name", list(BUILDS))
 
 _compiled = functools.cache(

@@ -23,7 +23,7 @@ def last_line(*command: str) -> str:
 @needs_compiler
 @pytest.mark.skipif(not ON_X86, reason="x86 instructions")
 @pytest.mark.parametrize("march", ["-march=sapphirerapids", ZEN4], ids=["sapphirerapids", "zen4"])
-def test_pairs_are_multiplied_in_registers(march, tmp_path):
+def test_products_are_made_in_registers(march, tmp_path):
     """24 products of a step want all their operands in registers; anything on the stack would cost more than them."""
     compiler, source = build.find_compiler(), Path(build.__file__).with_name("prefill.cpp")
     listing = tmp_path / "prefill.s"
@@ -44,11 +44,13 @@ def test_pairs_are_multiplied_in_registers(march, tmp_path):
     assert made.returncode == 0, made.stderr
     # Straight runs of instructions that end in a jump: a loop's body is one of them.
     bodies = re.split(r"\n\.L\w+:|\n\tj\w+\t.*", listing.read_text())
-    full = [body for body in bodies if body.count("vdpbf16ps") == 24]
-    assert len(full) == 2, "scores and output"
-    for body in full:
-        assert all(line.count("%zmm") == 3 for line in body.splitlines() if "vdpbf16ps" in line)
-        assert "(%rsp" not in body and "(%rbp" not in body
+    for instruction, products in (("vdpbf16ps", 24), ("vpdpwssd|vpmaddwd", 2 * 24)):
+        full = [body for body in bodies if len(re.findall(instruction, body)) == products]
+        assert len(full) == 2, "scores and output"
+        for body in full:
+            found = [line for line in body.splitlines() if re.search(instruction, line)]
+            assert all(line.count("%zmm") == 3 for line in found)
+            assert "(%rsp" not in body and "(%rbp" not in body
 
 
 @pytest.mark.slow

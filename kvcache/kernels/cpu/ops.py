@@ -23,8 +23,8 @@ _SIGNATURES = {
     "kvb_dequantise": "ppppppp" + "liippi",
     "kvb_decode_mixed": "ppippppp" + _DECODE + "ppppi",
     "kvb_decode_pool": "ppiipp" + _DECODE + "ppppi",
-    "kvb_prefill_pool": "ppiiplpi" + _QUERIES + "ppi",
-    "kvb_prefill_mixed": "ppppppp" + "ppilii" + _QUERIES + "pplpi",
+    "kvb_prefill_pool": "ppiiplpi" + _QUERIES + "ppii",
+    "kvb_prefill_mixed": "ppppppp" + "ppilii" + _QUERIES + "pplpii",
     "kvb_write_rows": "pippillilii",
 }
 
@@ -212,11 +212,13 @@ def prefill_attention_pool(
     *,
     scale: float,
     out: Tensor | None = None,  # [C, H, D]
+    rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """See `torch_twin.prefill_attention_pool`; queries and slabs in float32 or bfloat16.
 
-    With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it.
+    With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it. Otherwise, if
+    it `rounds`, a CPU that multiplies integers faster than floats rounds queries and keys to 16 bits, values to 12.
     """
     num_new, num_heads, dim = q.shape
     _check(keys, (torch.float32, torch.bfloat16))
@@ -241,6 +243,7 @@ def prefill_attention_pool(
         len(past),
         *_queries(rows, len(past), scale),
         *map(_pointer, (out, lse)),
+        rounds,
         num_threads,
     )
     return out, lse
@@ -255,11 +258,11 @@ def prefill_attention(
     scale: float,
     distance: int | None = None,
     out: Tensor | None = None,  # [C, H, D]
+    rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16.
-
-    With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it.
+    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16, rounded as in
+    `prefill_attention_pool`; codes of packed values are not rounded further.
     """
     num_lanes, num_arena, dim = keys.shape
     assert (
@@ -287,6 +290,7 @@ def prefill_attention(
         *map(_pointer, (out, lse)),
         distance or 0,
         _pointer(largest),
+        rounds,
         num_threads,
     )
     return out, lse, largest

@@ -78,7 +78,7 @@ extern "C" {
 void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_bytes, int page_tokens,
                       const int64_t* tables, int64_t table_width, const int64_t* past, int kv_heads, const void* q,
                       int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group, int dim,
-                      float scale, void* out, float* lse, int threads) {
+                      float scale, void* out, float* lse, int rounds, int threads) {
   const Format format = whole(element_bytes, page_tokens);
   const int64_t page_bytes = (int64_t)page_tokens * dim * element_bytes;
   std::vector<Lane> lanes(kv_heads);
@@ -91,7 +91,7 @@ void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_by
     }
   }
   const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
-                           group, dim,         scale,        out,         lse,    0};
+                           group, dim,         scale,        out,         lse,    0,      rounds != 0};
   execute(queries, lanes, nullptr, threads);
 }
 
@@ -100,7 +100,8 @@ void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t
                        const int32_t* counts, const int64_t* first, const int64_t* length, const uint8_t* keys,
                        const uint8_t* values, int element_bytes, int64_t lane_bytes, int arena_slots, int kv_heads,
                        const void* q, int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group,
-                       int dim, float scale, void* out, float* lse, int64_t distance, float* largest, int threads) {
+                       int dim, float scale, void* out, float* lse, int64_t distance, float* largest, int rounds,
+                       int threads) {
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
   const Format format = whole(element_bytes, arena_slots);
   std::vector<Lane> lanes(kv_heads);
@@ -111,7 +112,7 @@ void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t
     if (largest) lanes[h].num_judged = arena_slots;
   }
   const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
-                           group, dim,         scale,        out,         lse,    distance};
+                           group, dim,         scale,        out,         lse,    distance, rounds != 0};
   execute(queries, lanes, largest, threads);
 }
 }

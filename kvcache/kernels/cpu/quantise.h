@@ -8,7 +8,7 @@
 #include "page.h"
 #include "vectors.h"
 
-typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef uint8_t u8x32 __attribute__((vector_size(32)));
 
 constexpr float HALF_MAX = 65504.f;
 constexpr float TWO_BIT_SPAN = 0.8f;
@@ -75,14 +75,19 @@ struct Groups {
 
 class Quantise {
  public:
-  Quantise(int dim, int tokens) : dim_(dim), tokens_(tokens), tile_(dim * tokens), row_(dim), codes_(dim * tokens) {}
+  Quantise(int dim, int tokens) : dim_(dim), tokens_(tokens), tile_(dim * tokens), rows_(8 * dim), codes_(dim * tokens) {}
 
   // `per_channel`: one scale for each of D columns, otherwise one for each of T tokens. `weights` [D][D] may be null.
   void run(const Source& source, const int64_t* rows, const float* weights, int bits, bool per_channel, uint8_t* codes,
            uint8_t* scales, uint8_t* minima) {
-    for (int t = 0; t < tokens_; t++) {
-      const float* row = source.row(rows[t], row_.data());
-      for (int d = 0; d < dim_; d++) tile_[d * tokens_ + t] = row[d];
+    for (int t = 0; t < tokens_; t += 8) {
+      const float* row[8];
+      for (int k = 0; k < 8; k++) row[k] = source.row(rows[t + k], &rows_[k * dim_]);
+      for (int d = 0; d < dim_; d++) {
+        f32x8 x;
+        for (int k = 0; k < 8; k++) x[k] = row[k][d];
+        store(&tile_[d * tokens_ + t], x);
+      }
     }
     const int count = per_channel ? dim_ : tokens_;
     groups_.resize(count);
@@ -148,30 +153,33 @@ class Quantise {
         const f32x8 x = column(d, t + 8 * v);
         const f32x8 rounded = clamp((x + made_up[v] - minimum) * inverse, 0.f, top) + magic;
         store(&tile_[i], x - (minimum + (rounded - magic) * scale));
-        const u8x8 code = __builtin_convertvector((u32x8)rounded, u8x8);  // the low bits are the code
-        memcpy(&codes_[i], &code, 8);
+        const u8x32 code = (u8x32)rounded;  // each float's lowest byte
+        const u8x32 low = SHUFFLE(u8x32, code, code, 0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                  0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+        memcpy(&codes_[i], &low, 8);
       }
     }
   }
 
-  // Puts bits [shift, shift + bits) of every code at the head of its token's row, the first code lowest; eight tokens'
-  // codes, a byte each, are moved as one number.
+  // Puts bits [shift, shift + bits) of every code at the head of its token's row, the first code lowest, 16 bits of
+  // eight tokens at a time.
   void pack(int bits, int shift, int row_bytes, uint8_t* out) {
-    const int per_byte = 8 / bits;
-    const uint64_t mask = 0x0101010101010101u * ((1 << bits) - 1);
-    for (int byte = 0; byte < dim_ / per_byte; byte++)
+    const int joined = 16 / bits;
+    const uint32_t mask = (1 << bits) - 1;
+    for (int pair = 0; pair < dim_ / joined; pair++)
       for (int t = 0; t < tokens_; t += 8) {
-        uint64_t packed = 0, eight;
-        for (int j = 0; j < per_byte; j++) {
-          memcpy(&eight, &codes_[(byte * per_byte + j) * tokens_ + t], 8);
-          packed |= (eight >> shift & mask) << (bits * j);
+        u32x8 packed = {};
+        for (int j = 0; j < joined; j++)
+          packed |= (widen(&codes_[(pair * joined + j) * tokens_ + t]) >> shift & mask) << (bits * j);
+        for (int k = 0; k < 8; k++) {
+          const uint16_t two = (uint16_t)packed[k];
+          memcpy(out + (int64_t)(t + k) * row_bytes + 2 * pair, &two, 2);
         }
-        for (int k = 0; k < 8; k++) out[(int64_t)(t + k) * row_bytes + byte] = (uint8_t)(packed >> (8 * k));
       }
   }
 
   const int dim_, tokens_;
-  std::vector<float> tile_, row_;
+  std::vector<float> tile_, rows_;
   std::vector<uint8_t> codes_;
   Groups groups_;
 };
