@@ -84,7 +84,7 @@ class Corpus:
                 raise reserved_column(name)
         columns = self._opened[0].values()
         if columns and all(file.format == "parquet" for file in self.files):
-            present = {name for each in columns for name in each.where} | set(self._parquet.fields)
+            present = {column.name for each in columns for column in each.where} | set(self._parquet.fields)
             for name in self._wanted():
                 if name not in present:
                     raise InputError(f"column {name!r} is in none of the {len(self.files)} input files")
@@ -101,7 +101,7 @@ class Corpus:
         limit = self.spec.limit
         self._unseen = set(self._wanted()) - set(self._parquet.fields)
         for columns in self._opened[0].values():
-            self._unseen -= set(columns.where)
+            self._unseen -= {column.name for column in columns.where}
         count = self._num_records = 0
         for file in self.files if limit != 0 else ():
             for document in self.read(file, fields):

@@ -72,7 +72,7 @@ def read_parquet(
     with file:
         num_rows = 0
         for batch in _batches(source, file, columns):
-            kept = None if row_filter is None else row_filter.keep_batch(batch, source.path)
+            kept = None if row_filter is None else row_filter.keep_batch(batch, columns.where, source.path)
             texts = _as_bytes(columns.text.array(batch))
             ids = [None] * len(batch) if columns.id is None else _ids(columns.id.array(batch))
             values = pa.RecordBatch.from_arrays(
