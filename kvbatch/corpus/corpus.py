@@ -93,8 +93,8 @@ class Corpus:
         """Yield the rows of every file, in input order, rejected rows in their place.
 
         Raises:
-            InputError: what `check()` raises; a file cannot be read to its end; a row is rejected, if
-                `on_bad_row` says so; after the last row, a column that the job names is in no file.
+            InputError: what `check()` raises; a file cannot be read to its end, or changed since it was found; a
+                row is rejected, if `on_bad_row` says so; after the last row, a column that the job names is in no file.
         """
         self.check()
         fields, ids = FieldTypes(), IdRange()
@@ -104,6 +104,7 @@ class Corpus:
             self._unseen -= {column.name for column in columns.where}
         count = self._num_records = 0
         for file in self.files if limit != 0 else ():
+            file.check_unchanged()
             for document in self.read(file, fields):
                 if document.error_message and self.spec.on_bad_row == "fail":
                     raise InputError(f"{document.error_message} (input.on_bad_row is fail)")
