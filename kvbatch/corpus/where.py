@@ -11,6 +11,7 @@ from kvbatch.corpus.json_values import (
     json_text,
 )
 from kvbatch.corpus.parquet_schema import Column
+from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
 
 
@@ -52,10 +53,7 @@ class RowFilter:
             InputError: the condition does not fit the types of the columns.
         """
         found = {column.name: column.array(batch) for column in columns}
-        arrays = []
-        for name in self.columns:
-            array = found.get(name, pa.nulls(len(batch)))
-            arrays.append(array.storage if isinstance(array, pa.ExtensionArray) else array)
+        arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
             return self._keep(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
         except self._failures as error:
@@ -112,6 +110,13 @@ def _is_by_row(expression) -> bool:
     """Tell whether no part of an expression needs other rows (polars looks at the outermost part only)."""
     meta = expression.meta
     return meta.is_row_separable() and all(map(_is_by_row, meta.pop()))
+
+
+def _as_shown(array: pa.Array) -> pa.Array:
+    """Return a column in a type that polars knows: UUIDs and bytes of fixed size as the text that ids of them are."""
+    if pa.types.is_fixed_size_binary(getattr(array.type, "storage_type", array.type)):
+        return pa.array([plain_value(value) for value in array], pa.string())
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
 def _comparable(value: object) -> object:

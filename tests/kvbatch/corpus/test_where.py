@@ -68,6 +68,14 @@ def test_a_quoted_dotted_name_reaches_into_objects(tmp_path, write_jsonl, read, 
     assert [document.row_id for document in read(path, where="\"doc.meta.lang\" = 'b'")] == [1, 3]
 
 
+def test_uuids_are_compared_as_they_are_shown(tmp_path, read):
+    ids = pa.array([b"0123456789abcdef", None, b"0123456789abcdeg"], pa.uuid())
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"id": ids, "text": ["x", "y", "z"]}), path)
+    shown = read(path)[0].row_id
+    assert [document.row for document in read(path, where=f"id = '{shown}'")] == [1]
+
+
 def test_a_lone_surrogate_rejects_its_row_alone(write_jsonl, read):
     lines = [b'{"id": 1, "text": "t", "y": "\\ud800"}', {"id": 2, "text": "t", "y": "q"}]
     found = [
