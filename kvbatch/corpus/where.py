@@ -43,8 +43,10 @@ class RowFilter:
         if not is_by_row:
             raise self._error("it looks at more than one row; only conditions on single rows are possible")
 
-    def keep_batch(self, batch: pa.RecordBatch, columns: Sequence[Column], path: str) -> list[bool]:
-        """Tell for every row of a batch whether it is selected; columns that the file lacks are null.
+    def keep_batch(self, batch: pa.RecordBatch, columns: Sequence[Column], path: str) -> list[bool | str]:
+        """Tell for every row of a batch whether it is selected, or why that cannot be told of it.
+
+        Columns that the file lacks are null.
 
         Args:
             columns: those of the condition that the file has.
@@ -55,9 +57,9 @@ class RowFilter:
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            return self._keep(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+            return self._keep_rows(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
         except self._failures as error:
-            raise self._error(f"{path}: {error}") from error
+            raise self._error(f"{path}: {_first_line(error)}") from error
 
     def keep_records(self, records: Sequence[dict]) -> list[bool | str]:
         """Tell for every JSON record whether it is selected, or why that cannot be told of it.
@@ -75,19 +77,19 @@ class RowFilter:
         for kinds, positions in groups.items():
             columns = list(zip(*(rows[position] for position in positions), strict=True))
             try:
-                answers: Sequence[bool | str] = self._judge(kinds, columns, self._polars.Null)
+                answers = self._judge(kinds, columns, self._polars.Null)
             except self._failures:
                 try:  # LIKE wants text, and a null may be one
                     answers = self._judge(kinds, columns, self._polars.String)
                 except self._failures as error:
-                    answers = [str(error).split("\n")[0]] * len(positions)
+                    answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
                 kept[position] = answer
         return kept
 
-    def _judge(self, kinds: Sequence[str], columns: Sequence[Sequence], null_type) -> list[bool]:
+    def _judge(self, kinds: Sequence[str], columns: Sequence[Sequence], null_type) -> list[bool | str]:
         types = {"long": self._polars.Int128, "NoneType": null_type}
-        return self._keep(
+        return self._keep_rows(
             self._polars.DataFrame(
                 [
                     self._polars.Series(name, values, types.get(kind))
@@ -95,6 +97,20 @@ class RowFilter:
                 ]
             )
         )
+
+    def _keep_rows(self, frame) -> list[bool | str]:
+        """Judge rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""
+        try:
+            return self._keep(frame)
+        except self._failures:
+            self._keep(frame.clear())  # fails as well where the types are at fault
+        answers: list[bool | str] = []
+        for position in range(len(frame)):
+            try:
+                answers += self._keep(frame[position : position + 1])
+            except self._failures as error:
+                answers.append(_first_line(error))
+        return answers
 
     def _keep(self, frame) -> list[bool]:
         result = frame.select(self._expression.alias("keep"))["keep"]
@@ -110,6 +126,10 @@ def _is_by_row(expression) -> bool:
     """Tell whether no part of an expression needs other rows (polars looks at the outermost part only)."""
     meta = expression.meta
     return meta.is_row_separable() and all(map(_is_by_row, meta.pop()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0]
 
 
 def _as_shown(array: pa.Array) -> pa.Array:

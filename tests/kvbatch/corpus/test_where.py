@@ -58,6 +58,20 @@ def test_a_null_is_no_text_rather_than_of_a_wrong_type(write_jsonl, read):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_value_that_cannot_be_judged_rejects_its_row_alone(tmp_path, write_jsonl, read, kind):
+    rows = [{"id": n, "text": "t", "year": year} for n, year in enumerate(["1999", "2031", "soon", "2032"])]
+    if kind == "jsonl":
+        path = write_jsonl("in.jsonl", *rows)
+    else:
+        path = tmp_path / "in.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = [
+        (document.row_id, document.error_code) for document in read(path, where="CAST(year AS INT) > 2000")
+    ]
+    assert found == [(1, None), (2, "where_type"), (3, None)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_quoted_dotted_name_reaches_into_objects(tmp_path, write_jsonl, read, kind):
     rows = [{"id": n, "text": "t", "doc": {"meta": {"lang": "ab"[n % 2]}}} for n in range(4)]
     if kind == "jsonl":
