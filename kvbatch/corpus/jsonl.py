@@ -106,7 +106,8 @@ class JsonlReader:
 
     def listed_names(self) -> str:
         """Say which fields the first record has, for a message."""
-        return f"the first record has {', '.join(list(self._sample)[:30]) or 'no fields'}"
+        names = ", ".join(list(self._sample)[:30]).encode("utf-8", "backslashreplace").decode()
+        return f"the first record has {names or 'no fields'}"
 
     def _parse(self, line: Line) -> _Row:
         self._num_lines += 1
