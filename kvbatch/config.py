@@ -79,6 +79,8 @@ def _explain(source: Source, error: ValidationError) -> str:
     messages: dict[KeyPath, str] = {}
     for item in error.errors():
         key = _real_key(source.data, item["loc"])
+        if item["type"] == "missing" and key[-1:] != item["loc"][-1:]:
+            key = (*key, item["loc"][-1])
         known = _known_keys(key[:-1])
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.5)
@@ -86,8 +88,7 @@ def _explain(source: Source, error: ValidationError) -> str:
             remedy = f"did you mean '{near[0]}'?" if near else f"{home}known here: {', '.join(known)}"
             text = f"unknown key '{dotted(key)}'; {remedy}"
         elif item["type"] == "missing":
-            missing = (*key, item["loc"][-1]) if not key or key[-1] != item["loc"][-1] else key
-            text = f"key '{dotted(missing)}' is missing; add it"
+            text = f"key '{dotted(key)}' is missing; add it"
         else:
             text = _complaint(key, item)
             if not key:  # sections that contradict each other: the message begins with the key at fault

@@ -1,22 +1,29 @@
 """The rows of a run's shards, for whoever looks at a run after it: reports, comparisons, exports."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbatch.errors import InputError
 from kvbatch.manifest import RunDirectory
 
 if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 
 def iter_tables(run: RunDirectory, batch_rows: int = 512) -> Iterator["pa.Table"]:
-    """Yield all columns of a run's rows in input order, some rows at a time; the first column is the id."""
+    """Yield all columns of a run's rows in input order, some rows at a time; the first column is the id.
+
+    Raises:
+        InputError: A shard is damaged.
+    """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     for file in sorted(run.shards.glob("part-*.parquet")):
-        with pq.ParquetFile(file) as parquet:
+        with _opened(file) as parquet:
             for batch in parquet.iter_batches(batch_rows):
                 yield pa.Table.from_batches([batch])
 
@@ -26,10 +33,12 @@ def read_rows(run: RunDirectory, names: Sequence[str]) -> "pl.DataFrame":
 
     Args:
         names: output columns, without their `kvb_`; one that a shard of an older release lacks is null.
+
+    Raises:
+        InputError: A shard is damaged.
     """
     import polars as pl
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from kvbatch.shard import OUTPUT_FIELDS
 
@@ -39,7 +48,7 @@ def read_rows(run: RunDirectory, names: Sequence[str]) -> "pl.DataFrame":
     tables = [schema.empty_table()]
     for file in sorted(run.shards.glob("part-*.parquet")):
         # by pyarrow, because polars does not know every type that an id or a passthrough column may have
-        with pq.ParquetFile(file) as parquet:
+        with _opened(file) as parquet:
             present = parquet.schema_arrow.names
             table = parquet.read([present[0], *(each for each in wanted.values() if each in present)])
         columns = [table.column(0).cast(pa.string())]
@@ -47,3 +56,18 @@ def read_rows(run: RunDirectory, names: Sequence[str]) -> "pl.DataFrame":
             columns.append(table.column(column) if column in present else pa.nulls(len(table), types[column]))
         tables.append(pa.table(columns, schema))
     return pl.from_arrow(pa.concat_tables(tables))
+
+
+@contextmanager
+def _opened(file: Path) -> "Iterator[pq.ParquetFile]":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            yield parquet
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(
+            f"{file}: the shard cannot be read ({error}); kvbatch resume makes it again in a run that did not end, "
+            "kvbatch run --new-run all of them"
+        ) from error

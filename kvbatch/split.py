@@ -5,7 +5,7 @@ Owns where a part ends; knows no prompts. Joined without their overlap, the part
 
 import re
 import unicodedata
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,11 +105,16 @@ def _best_place(
     """Return the place of the coarsest kind within `[low, high]`, of these the one nearest to `wanted`."""
     kinds = list(_PLACES)
     for kind in kinds[kinds.index(boundary) :]:
-        places = [p for p in _places(text, kind, low, high) if not any(a < p < b for a, b in fences)]
+        places = [place for place in _places(text, kind, low, high) if not _is_inside(fences, place)]
         if places:
             return min(places, key=lambda place: abs(place - wanted))
     place = _unjoined(text, wanted)
     return place if place >= low else wanted
+
+
+def _is_inside(fences: Sequence[tuple[int, int]], place: int) -> bool:
+    before = bisect_left(fences, (place,))  # the fences, in order, that begin before the place
+    return before > 0 and place < fences[before - 1][1]
 
 
 def _places(text: str, kind: str, low: int, high: int) -> Iterator[int]:

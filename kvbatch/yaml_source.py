@@ -79,6 +79,8 @@ def read_source(path: Path) -> Source:
         raise JobFileError(
             f"{where}: not valid YAML: {problem}; check quotes, colons and indentation"
         ) from error
+    except RecursionError as error:
+        raise JobFileError(f"{path}: nested too deeply, or an alias (*) is part of what it names") from error
     if not isinstance(data, dict):
         raise JobFileError(
             f"{path}: a job file is a mapping of sections (version, name, input, model, prompt, …)"

@@ -84,7 +84,7 @@ class Corpus:
                 raise reserved_column(name)
         columns = self._opened[0].values()
         if columns and all(file.format == "parquet" for file in self.files):
-            present = {name for each in columns for name in each.where} | set(self._parquet.fields)
+            present = {column.name for each in columns for column in each.where} | set(self._parquet.fields)
             for name in self._wanted():
                 if name not in present:
                     raise InputError(f"column {name!r} is in none of the {len(self.files)} input files")
@@ -93,17 +93,18 @@ class Corpus:
         """Yield the rows of every file, in input order, rejected rows in their place.
 
         Raises:
-            InputError: what `check()` raises; a file cannot be read to its end; a row is rejected, if
-                `on_bad_row` says so; after the last row, a column that the job names is in no file.
+            InputError: what `check()` raises; a file cannot be read to its end, or changed since it was found; a
+                row is rejected, if `on_bad_row` says so; after the last row, a column that the job names is in no file.
         """
         self.check()
         fields, ids = FieldTypes(), IdRange()
         limit = self.spec.limit
         self._unseen = set(self._wanted()) - set(self._parquet.fields)
         for columns in self._opened[0].values():
-            self._unseen -= set(columns.where)
+            self._unseen -= {column.name for column in columns.where}
         count = self._num_records = 0
         for file in self.files if limit != 0 else ():
+            file.check_unchanged()
             for document in self.read(file, fields):
                 if document.error_message and self.spec.on_bad_row == "fail":
                     raise InputError(f"{document.error_message} (input.on_bad_row is fail)")

@@ -29,6 +29,19 @@ class SourceFile:
     mtime_ns: int
     partitions: tuple[tuple[str, str | None], ...] = ()
 
+    def check_unchanged(self) -> None:
+        """Refuse the file if it is not as it was found, as far as its size and time of change tell.
+
+        Raises:
+            InputError: it was written to, or is gone.
+        """
+        try:
+            stat = os.stat(self.path)
+        except OSError as error:
+            raise InputError(f"{self.path}: {error.strerror or error}") from error
+        if (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
+            raise InputError(f"{self.path}: the input changed while the job ran; run the job again")
+
 
 @dataclass(frozen=True)
 class FileProblem:

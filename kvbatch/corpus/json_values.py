@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableSequence
 from decimal import Decimal
 
 MAX_INT_DIGITS = 4300  # Python refuses to parse more
+MAX_DEPTH = 256  # of nested values; far deeper ones end Python's stack, sooner the deeper the caller's own is
 MAX_EXACT_CHARS = 16  # a plain decimal number this short has at most 15 digits: a double holds it
 INT64_RANGE = range(-(1 << 63), 1 << 63)
 # An escape with what it needs to be read; the group is half of a surrogate pair that stands alone.
@@ -63,12 +64,34 @@ def parse_record(text: str, repeated: MutableSequence[str]) -> dict:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise BadRecord("bad_json", f"more than one JSON value, from column {error.colno} on") from None
-        raise BadRecord("bad_json", f"{error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
+        raise BadRecord("bad_json", f"{error.msg.removesuffix(' at')} at column {error.colno}") from None
+    except ValueError as error:
         raise BadRecord("bad_json", str(error)) from None
+    except RecursionError:
+        raise _too_deep() from None
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", f"the line is {kind_name(record)}, not an object")
+    _check_depth(record)
     return record
+
+
+def _check_depth(record: dict) -> None:
+    """Refuse what would be too deep to be written as text; a rule of its own, so that every pass judges alike."""
+    level: list[object] = [record]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            item
+            for each in level
+            if isinstance(each, dict | list)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> BadRecord:
+    return BadRecord("bad_json", f"objects and lists are nested more than {MAX_DEPTH} levels deep")
 
 
 def kind_name(value: object) -> str:

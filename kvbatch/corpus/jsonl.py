@@ -106,7 +106,8 @@ class JsonlReader:
 
     def listed_names(self) -> str:
         """Say which fields the first record has, for a message."""
-        return f"the first record has {', '.join(list(self._sample)[:30]) or 'no fields'}"
+        names = ", ".join(list(self._sample)[:30]).encode("utf-8", "backslashreplace").decode()
+        return f"the first record has {names or 'no fields'}"
 
     def _parse(self, line: Line) -> _Row:
         self._num_lines += 1
@@ -144,7 +145,7 @@ class JsonlReader:
         return row
 
     def _filtered(self, rows: Iterator[_Row]) -> Iterator[_Row]:
-        """Drop the records that `where` does not select; what is no record cannot be judged and stays."""
+        """Drop the records that `where` does not select; what cannot be judged stays."""
         batch: list[_Row] = []
         num_bytes = 0
         for row in rows:
@@ -156,9 +157,15 @@ class JsonlReader:
         yield from self._select(batch)
 
     def _select(self, batch: list[_Row]) -> Iterator[_Row]:
-        answers = iter(self._filter.keep_records([row.record for row in batch if row.record is not None]))
         for row in batch:
-            answer = row.record is None or next(answers)
+            if row.record is not None and row.may_hold_surrogates:
+                judged = [find_field(row.record, name)[1] for name in self._filter.columns]
+                if has_lone_surrogate(judged):
+                    reason = "a lone surrogate in a column of `where` cannot be UTF-8"
+                    row.error = BadRecord("bad_unicode", reason)
+        answers = iter(self._filter.keep_records([row.record for row in batch if row.error is None]))
+        for row in batch:
+            answer = row.error is not None or next(answers)
             if isinstance(answer, str):
                 row.error = BadRecord("where_type", f"`where` cannot be decided: {answer}")
             if answer:

@@ -60,7 +60,10 @@ def check_request(record: Mapping[str, Any], text: str) -> None:
 
 def parse_body(text: str) -> ChatRequest:
     """Return the request in the JSON of a body; raises as `check_request`."""
-    body = json.loads(text)
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a string that is no JSON; a number of 5,000 digits
+        raise BadRecord("bad_request", f"'body' cannot be read: {error}") from None
     if not isinstance(body, dict):
         raise BadRecord("bad_request", "'body' must be an object")
     messages = body.pop("messages", None)

@@ -72,7 +72,7 @@ def read_parquet(
     with file:
         num_rows = 0
         for batch in _batches(source, file, columns):
-            kept = None if row_filter is None else row_filter.keep_batch(batch, source.path)
+            kept = None if row_filter is None else row_filter.keep_batch(batch, columns.where, source.path)
             texts = _as_bytes(columns.text.array(batch))
             ids = [None] * len(batch) if columns.id is None else _ids(columns.id.array(batch))
             values = pa.RecordBatch.from_arrays(
@@ -82,11 +82,18 @@ def read_parquet(
             _check_range(source, values, fields, num_rows)
             broken = _not_utf8(values)
             for position in range(len(batch)):
-                if kept is None or kept[position]:
+                answer = kept is None or kept[position]
+                if answer:
                     text = texts[position].as_py()
                     row = num_rows + position + 1
-                    row_values = ArrowRow(values, position)
-                    yield _document(source, spec, row, ids[position], text, row_values, broken.get(position))
+                    row_values: RowValues = ArrowRow(values, position)
+                    problem = (
+                        ("where_type", f"`where` cannot be decided: {answer}") if answer is not True else None
+                    )
+                    if position in broken:
+                        problem = "bad_utf8", f"column {broken[position]!r} is not UTF-8"
+                        row_values = JsonRow({})
+                    yield _document(source, spec, row, ids[position], text, row_values, problem)
                     del text
             num_rows += len(batch)
 
@@ -191,7 +198,7 @@ def _document(
     row_id: str | int | None,
     data: bytes | None,
     values: RowValues,
-    broken: str | None,
+    problem: tuple[str, str] | None,
 ) -> Document:
     name = spec.text_name
     text = code = reason = None
@@ -208,9 +215,8 @@ def _document(
                 reason = f"{name!r} holds nothing but white space and invisible characters"
         except UnicodeDecodeError as error:
             code, reason = "bad_utf8", f"byte {error.start + 1} of {name!r} is not UTF-8 ({error.reason})"
-    if broken is not None:
-        code, reason = "bad_utf8", f"column {broken!r} is not UTF-8"
-        values = JsonRow({})
+    if problem is not None:
+        code, reason = problem
     if row_id is None:
         row_id = made_up_id(source.label, row, data or b"")
     if code is None:

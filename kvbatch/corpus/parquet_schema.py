@@ -43,14 +43,14 @@ class ParquetColumns:
     text: Column
     id: Column | None
     passthrough: tuple[Column, ...]
-    where: tuple[str, ...]
+    where: tuple[Column, ...]
     partitions: Mapping[str, str | None]
 
     @property
     def selection(self) -> list[str]:
         """The names to read: dotted paths, without those that lie inside another one."""
-        columns = [self.text, *self.passthrough] + ([self.id] if self.id else [])
-        paths = {column.path for column in columns} | {(name,) for name in self.where}
+        columns = [self.text, *self.passthrough, *self.where] + ([self.id] if self.id else [])
+        paths = {column.path for column in columns}
         return sorted(
             ".".join(path)
             for path in paths
@@ -124,8 +124,8 @@ def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> P
                     f"{source.path}: the id column {id_.name!r} has the nested type {id_.field.type}"
                 )
             id_ = None  # nobody called it an id: ids are made up
-        present = tuple(name for name in where if _find(source, schema, name) is not None)
-        columns = ParquetColumns(text, id_, _passthrough(source, schema, spec), present, partitions)
+        filtered = _present(source, schema, where)
+        columns = ParquetColumns(text, id_, _passthrough(source, schema, spec), filtered, partitions)
         try:
             next(file.iter_batches(batch_size=1, columns=columns.selection, use_threads=False), None)
         except (OSError, pa.ArrowException) as error:
@@ -139,11 +139,15 @@ def _names(schema: pa.Schema) -> str:
 
 def _passthrough(source: SourceFile, schema: pa.Schema, spec: InputSpec) -> tuple[Column, ...]:
     if spec.passthrough != "all":
-        found = (_find(source, schema, name) for name in spec.passthrough)
-        return tuple(column for column in found if column is not None)
+        return _present(source, schema, spec.passthrough)
     hidden = (spec.id_name, spec.text_name)
     names = [name for name in schema.names if name not in hidden and not PANDAS_INDEX.fullmatch(name)]
     return tuple(_find(source, schema, name) for name in names)
+
+
+def _present(source: SourceFile, schema: pa.Schema, names: Sequence[str]) -> tuple[Column, ...]:
+    found = (_find(source, schema, name) for name in names)
+    return tuple(column for column in found if column is not None)
 
 
 def _find(source: SourceFile, schema: pa.Schema, name: str) -> Column | None:

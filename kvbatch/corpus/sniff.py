@@ -108,8 +108,8 @@ def _wide_encoding(head: bytes) -> str | None:
 def looks_like_data(path: str) -> bool:
     """Tell whether a file found in a directory is input: by its name, or by unmistakable bytes."""
     name = os.path.basename(path).lower()
-    for suffix in COMPRESSION_SUFFIXES:
-        name = name.removesuffix(suffix)
+    while name.endswith(COMPRESSION_SUFFIXES):
+        name = os.path.splitext(name)[0]
     suffix = os.path.splitext(name)[1]
     if suffix in JSONL_SUFFIXES + PARQUET_SUFFIXES:
         return True

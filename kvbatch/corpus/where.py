@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from kvbatch.corpus.json_values import INT64_RANGE, NumberText, json_text
+from kvbatch.corpus.json_values import (
+    INT64_RANGE,
+    NumberText,
+    find_field,
+    json_text,
+)
+from kvbatch.corpus.parquet_schema import Column
+from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
 
 
@@ -19,14 +26,16 @@ class RowFilter:
         import polars
 
         self._polars = polars
+        # a panic: of what polars does not know, such as the type decimal256
+        self._failures = polars.exceptions.PolarsError, polars.exceptions.PanicException
         self.condition = condition
         try:
             self._expression = polars.sql_expr(condition)
             self.columns = tuple(dict.fromkeys(self._expression.meta.root_names()))
             is_by_row = _is_by_row(self._expression)
         except polars.exceptions.ColumnNotFoundError as error:
-            # The left side of IN is looked up at once, in no data at all (polars 2.1).
-            raise self._error("IN is not supported here: write `a = 1 OR a = 2`") from error
+            # Their left side is looked up at once, in no data at all (polars 2.1).
+            raise self._error("IN, * and / are not supported here: write `a = 1 OR a = 2`") from error
         except polars.exceptions.PolarsError as error:
             raise self._error(str(error)) from error
         if not self.columns or "*" in self.columns:
@@ -34,22 +43,23 @@ class RowFilter:
         if not is_by_row:
             raise self._error("it looks at more than one row; only conditions on single rows are possible")
 
-    def keep_batch(self, batch: pa.RecordBatch, path: str) -> list[bool]:
-        """Tell for every row of a batch whether it is selected; columns that the file lacks are null.
+    def keep_batch(self, batch: pa.RecordBatch, columns: Sequence[Column], path: str) -> list[bool | str]:
+        """Tell for every row of a batch whether it is selected, or why that cannot be told of it.
+
+        Columns that the file lacks are null.
+
+        Args:
+            columns: those of the condition that the file has.
 
         Raises:
             InputError: the condition does not fit the types of the columns.
         """
-        arrays = []
-        for name in self.columns:
-            position = batch.schema.get_field_index(name)
-            array = batch.column(position) if position >= 0 else pa.nulls(len(batch))
-            arrays.append(array.storage if isinstance(array, pa.ExtensionArray) else array)
-        failures = self._polars.exceptions.PolarsError, self._polars.exceptions.PanicException
+        found = {column.name: column.array(batch) for column in columns}
+        arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            return self._keep(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
-        except failures as error:  # a panic: a type that polars does not know, such as decimal256
-            raise self._error(f"{path}: {error}") from error
+            return self._keep_rows(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+        except self._failures as error:
+            raise self._error(f"{path}: {_first_line(error)}") from error
 
     def keep_records(self, records: Sequence[dict]) -> list[bool | str]:
         """Tell for every JSON record whether it is selected, or why that cannot be told of it.
@@ -60,25 +70,47 @@ class RowFilter:
         compared as a string because of another record.
         """
         groups: dict[tuple, list[int]] = {}
-        rows = [[_comparable(record.get(name)) for name in self.columns] for record in records]
+        rows = [[_comparable(find_field(record, name)[1]) for name in self.columns] for record in records]
         for position, row in enumerate(rows):
             groups.setdefault(tuple(_kind(value) for value in row), []).append(position)
         kept: list[bool | str] = [False] * len(records)
         for kinds, positions in groups.items():
-            columns = zip(*(rows[position] for position in positions), strict=True)
-            frame = self._polars.DataFrame(
-                [
-                    self._polars.Series(name, values, self._polars.Int128 if type_ == "long" else None)
-                    for name, values, type_ in zip(self.columns, columns, kinds, strict=True)
-                ]
-            )
+            columns = list(zip(*(rows[position] for position in positions), strict=True))
             try:
-                answers = self._keep(frame)
-            except self._polars.exceptions.PolarsError as error:
-                answers = [str(error)] * len(positions)
+                answers = self._judge(kinds, columns, self._polars.Null)
+            except self._failures:
+                try:  # LIKE wants text, and a null may be one
+                    answers = self._judge(kinds, columns, self._polars.String)
+                except self._failures as error:
+                    answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
                 kept[position] = answer
         return kept
+
+    def _judge(self, kinds: Sequence[str], columns: Sequence[Sequence], null_type) -> list[bool | str]:
+        types = {"long": self._polars.Int128, "NoneType": null_type}
+        return self._keep_rows(
+            self._polars.DataFrame(
+                [
+                    self._polars.Series(name, values, types.get(kind))
+                    for name, values, kind in zip(self.columns, columns, kinds, strict=True)
+                ]
+            )
+        )
+
+    def _keep_rows(self, frame) -> list[bool | str]:
+        """Judge rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""
+        try:
+            return self._keep(frame)
+        except self._failures:
+            self._keep(frame.clear())  # fails as well where the types are at fault
+        answers: list[bool | str] = []
+        for position in range(len(frame)):
+            try:
+                answers += self._keep(frame[position : position + 1])
+            except self._failures as error:
+                answers.append(_first_line(error))
+        return answers
 
     def _keep(self, frame) -> list[bool]:
         result = frame.select(self._expression.alias("keep"))["keep"]
@@ -94,6 +126,17 @@ def _is_by_row(expression) -> bool:
     """Tell whether no part of an expression needs other rows (polars looks at the outermost part only)."""
     meta = expression.meta
     return meta.is_row_separable() and all(map(_is_by_row, meta.pop()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0]
+
+
+def _as_shown(array: pa.Array) -> pa.Array:
+    """Return a column in a type that polars knows: UUIDs and bytes of fixed size as the text that ids of them are."""
+    if pa.types.is_fixed_size_binary(getattr(array.type, "storage_type", array.type)):
+        return pa.array([plain_value(value) for value in array], pa.string())
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
 def _comparable(value: object) -> object:

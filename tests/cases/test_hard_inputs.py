@@ -103,6 +103,16 @@ def test_framing_and_fields(tmp_path, name):
     assert all(str(row_id).startswith("in.jsonl:") for row_id, text in found if not text)
 
 
+def test_values_nested_too_deep_reject_their_row_alone(tmp_path):
+    path = tmp_path / "in.jsonl"
+    values = ["[" * depth + "]" * depth for depth in (250, 400, 900, 100_000)]
+    path.write_text("".join(f'{{"id": "{len(value)}", "text": "x", "y": {value}}}\n' for value in values))
+    corpus = Corpus(InputSpec((str(path),), passthrough="all", where="y IS NOT NULL"))
+    documents = list(corpus.documents())
+    assert [document.error_code for document in documents] == [None, *["bad_json"] * 3]
+    assert corpus.to_table(documents).column("y").to_pylist() == [values[0], None, None, None]
+
+
 LINE = '{"id": "a", "text": "caf\u00e9"}\n'
 NO_JSONL = {
     "UTF-16LE": LINE.encode("utf-16-le"),

@@ -60,6 +60,7 @@ def test_defaults_and_overrides(write):
         ("Be brief.", "'{text}'", [], ["prompt.system", "only in prompt.template"]),
         ("name: demo", "name: demo\nname: other", [], [":3", "'name' stands twice", "line 2"]),
         ("name: demo", "name: [", [], ["not valid YAML"]),
+        ("name: demo", "name: &x [*x]", [], ["an alias"]),
         ("name: demo", "name: demo\non: 1", [], [":3", "'on' is a bool to YAML", "quotes"]),
         ("name: demo", "name: {{text}}", [], [":2", "in quotes"]),
         ("Be brief.", "{x}", [], [":6", "prompt.system", "in quotes"]),
@@ -96,6 +97,8 @@ def test_all_mistakes_are_told_at_once(write):
     with pytest.raises(JobFileError) as caught:
         load_job(write(GOOD + "foo: 1\nengine: {devise: cpu}\n"))
     assert "foo" in str(caught.value) and "did you mean 'device'" in str(caught.value)
+    with pytest.raises(JobFileError, match=r"(?s)'name' is missing.*'input' is missing.*'model' is missing"):
+        load_job(write("version: 1\n"))
 
 
 def test_a_missing_job_file_names_its_neighbour(write):

@@ -98,6 +98,16 @@ def test_openai_batch_there_and_back(job_file):
     assert parse_body(json.dumps({"messages": [message]})).messages == (("assistant", row["output"]),)
 
 
+@pytest.mark.parametrize("command", ["report", "export", "diff"])
+def test_a_damaged_shard_is_named(command, job_file):
+    shards = run_job(load_job(job_file(RECORDS))).run.shards
+    with (shards / "part-00000.parquet").open("r+b") as file:
+        file.truncate(1000)
+    paths = ["runs/test"] * (2 if command == "diff" else 1)
+    done = CliRunner().invoke(cli, [command, *paths])
+    assert done.exit_code == 66 and "part-00000.parquet" in done.stderr and "--new-run" in done.stderr
+
+
 @pytest.mark.parametrize("command", [["diff", ".", "."], ["export", "."]])
 def test_no_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

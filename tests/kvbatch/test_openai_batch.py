@@ -73,6 +73,13 @@ def test_rows_obey_their_own_settings(job_file):
     assert "body.tools is not supported" in messages["d"] and "body.messages[0].role" in messages["e"]
 
 
+def test_a_body_that_cannot_be_read_rejects_its_row_alone(job_file):
+    huge = json.dumps(request("huge", max_tokens=0)).replace(": 0", ": " + "9" * 5000)
+    records = [{"custom_id": "text", "body": "not JSON"}, huge, request("good")]
+    rows = pl.read_parquet(run_job(load_job(batch_job(job_file, records))).run.shards / "*.parquet")
+    assert rows["kvb_error_code"].to_list() == ["bad_request", "bad_request", None]
+
+
 def test_keys_that_the_rows_answer_are_refused(job_file):
     with pytest.raises(
         JobFileError, match=r"job\.yaml:\d+: prompt has no meaning with input\.format openai-batch"

@@ -200,14 +200,20 @@ def test_a_job_where_nothing_can_run_loads_no_model(job_file):
     assert load_summary(found.path)["rejected"] == 2
 
 
-def test_input_that_changes_under_the_run_is_noticed(job_file):
+@pytest.mark.parametrize(
+    ("old", "new", "time_ns", "match"),
+    [("3 fox", "3 cat", 0, r"in\.jsonl, row 4 "), ('"n": 3', '"n": 4', 1, r"in\.jsonl: the input changed")],
+)
+def test_input_that_changes_under_the_run_is_noticed(job_file, old, new, time_ns, match):
     def change(model, config):
-        text = Path("in.jsonl").read_text()
-        Path("in.jsonl").write_text(text.replace("3 fox", "3 cat", 1))
+        file = Path("in.jsonl")
+        stat = file.stat()
+        file.write_text(file.read_text().replace(old, new, 1))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + time_ns))
         return Backwards()
 
-    with pytest.raises(InputError, match=r"in\.jsonl, row 4 "):
-        run(job_file(RECORDS), make_llm=change)
+    with pytest.raises(InputError, match=match):
+        run(job_file(RECORDS, input={"passthrough": ["n"]}), make_llm=change)
 
 
 def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_path):

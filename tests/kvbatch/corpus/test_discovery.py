@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import os
 import zipfile
@@ -49,6 +50,7 @@ def test_junk_in_a_directory_is_ignored_or_named(tmp_path, write_jsonl):
     pq.write_table(pa.table({"text": ["t"]}), tmp_path / "no-suffix")
     write_jsonl("part-00001", ROW)
     (tmp_path / "part-00002").write_bytes(gzip.compress(b'{"text": "t"}\n'))
+    (tmp_path / "twice.jsonl.gz.bz2").write_bytes(bz2.compress(gzip.compress(b'{"text": "t"}\n')))
     for junk in (
         "_SUCCESS",
         ".part-0.crc",
@@ -65,6 +67,7 @@ def test_junk_in_a_directory_is_ignored_or_named(tmp_path, write_jsonl):
         "part-0.snappy.parquet",
         "part-00001",
         "part-00002",
+        "twice.jsonl.gz.bz2",
     ]
     assert len(corpus.warnings) == 1
     assert "README.md: skipped" in corpus.warnings[0]

@@ -131,8 +131,8 @@ def test_a_path_reaches_inside_and_a_dotted_name_wins(write_jsonl, read):
 
 
 def test_an_id_column_that_no_record_has_is_refused(write_jsonl, read):
-    path = write_jsonl("in.jsonl", {"key": 1, "text": "t"})
-    with pytest.raises(InputError, match=r"in\.jsonl: no record has the id column 'uid'.*key, text"):
+    path = write_jsonl("in.jsonl", {"key\ud800": 1, "text": "t"})
+    with pytest.raises(InputError, match=r"in\.jsonl: no record has the id column 'uid'.*key\\ud800, text"):
         read(path, id_column="uid")
 
 

@@ -50,6 +50,55 @@ def test_a_record_is_judged_by_its_own_types(write_jsonl, read):
     assert found == {1: None, 2: "where_type", 5: "bad_json", 6: None}
 
 
+def test_a_null_is_no_text_rather_than_of_a_wrong_type(write_jsonl, read):
+    lines = [{"id": 1, "y": "ab"}, {"id": 2, "y": None}, {"id": 3}, {"id": 4, "y": 5}]
+    path = write_jsonl("in.jsonl", *({"text": "t"} | line for line in lines))
+    found = {document.row: document.error_code for document in read(path, where="y LIKE 'a%'")}
+    assert found == {1: None, 4: "where_type"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_value_that_cannot_be_judged_rejects_its_row_alone(tmp_path, write_jsonl, read, kind):
+    rows = [{"id": n, "text": "t", "year": year} for n, year in enumerate(["1999", "2031", "soon", "2032"])]
+    if kind == "jsonl":
+        path = write_jsonl("in.jsonl", *rows)
+    else:
+        path = tmp_path / "in.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = [
+        (document.row_id, document.error_code) for document in read(path, where="CAST(year AS INT) > 2000")
+    ]
+    assert found == [(1, None), (2, "where_type"), (3, None)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_quoted_dotted_name_reaches_into_objects(tmp_path, write_jsonl, read, kind):
+    rows = [{"id": n, "text": "t", "doc": {"meta": {"lang": "ab"[n % 2]}}} for n in range(4)]
+    if kind == "jsonl":
+        path = write_jsonl("in.jsonl", *rows)
+    else:
+        path = tmp_path / "in.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    assert [document.row_id for document in read(path, where="\"doc.meta.lang\" = 'b'")] == [1, 3]
+
+
+def test_uuids_are_compared_as_they_are_shown(tmp_path, read):
+    ids = pa.array([b"0123456789abcdef", None, b"0123456789abcdeg"], pa.uuid())
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"id": ids, "text": ["x", "y", "z"]}), path)
+    shown = read(path)[0].row_id
+    assert [document.row for document in read(path, where=f"id = '{shown}'")] == [1]
+
+
+def test_a_lone_surrogate_rejects_its_row_alone(write_jsonl, read):
+    lines = [b'{"id": 1, "text": "t", "y": "\\ud800"}', {"id": 2, "text": "t", "y": "q"}]
+    found = [
+        (document.row_id, document.error_code)
+        for document in read(write_jsonl("in.jsonl", *lines), where="y = 'q'")
+    ]
+    assert found == [(1, "bad_unicode"), (2, None)]
+
+
 def test_rows_that_are_not_selected_decide_no_type(write_jsonl):
     path = write_jsonl("in.jsonl", {"text": "t", "f": 1}, {"text": "t", "f": "x"})
     corpus = Corpus(InputSpec((str(path),), passthrough=("f",), limit=1))
