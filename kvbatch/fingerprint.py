@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from kvbatch.corpus.compression import open_file
 from kvbatch.errors import InputError
 from kvbatch.job import Job
 
@@ -77,7 +78,7 @@ def hash_files(
     known: Iterable[Mapping[str, Any]] = (),
     hashes: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the SHA-256 of every file's bytes by its label.
+    """Return the SHA-256 of every file's bytes, as many as there were when it was found, by its label.
 
     Args:
         known: path, size and modification time of files whose hash is in `hashes`: they are not read again.
@@ -92,7 +93,7 @@ def hash_files(
             found[file.label] = hashes[file.label]
             continue
         try:
-            with open(file.path, "rb") as stream:
+            with open_file(file.path, file.num_bytes) as stream:
                 found[file.label] = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise InputError(f"{file.path} cannot be read: {error.strerror}") from error

@@ -127,6 +127,18 @@ class _ArrowReader:
             raise StreamError(f"the {self._codec} data is damaged ({error})") from error
 
 
+class _First:
+    """Read the first bytes of a file, however long it has become."""
+
+    def __init__(self, source: BinaryIO, num_bytes: int):
+        self._source, self._left = source, num_bytes
+
+    def read(self, num_bytes: int) -> bytes:
+        data = self._source.read(min(num_bytes, self._left))
+        self._left -= len(data)
+        return data
+
+
 class _Raw(io.RawIOBase):
     """Fill whole buffers from a reader that may return less, so that a peek sees all magic bytes."""
 
@@ -163,8 +175,21 @@ def _unpack(source: BinaryIO, codec: str) -> _Reader:
     return _FrameReader(source, codec, frames[codec])
 
 
-def open_stream(path: str) -> tuple[BinaryIO, tuple[str, ...]]:
+def open_file(path: str, num_bytes: int | None = None) -> BinaryIO:
+    """Open a file, or its first bytes, as it is.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    stream = open(path, "rb", buffering=READ_BYTES)  # noqa: SIM115 (the caller closes it)
+    return stream if num_bytes is None else _Layer(_Raw(_First(stream, num_bytes)), stream)
+
+
+def open_stream(path: str, num_bytes: int | None = None) -> tuple[BinaryIO, tuple[str, ...]]:
     """Open a file for reading with every layer of compression taken off.
+
+    Args:
+        num_bytes: read no more of the file; None: all of it.
 
     Returns:
         The stream, which reads in bounded memory, and the codecs from the outside in.
@@ -174,7 +199,7 @@ def open_stream(path: str) -> tuple[BinaryIO, tuple[str, ...]]:
         StreamError: the first bytes are cut or damaged, or there are more than four layers;
             a later read raises it for what lies there.
     """
-    stream: BinaryIO = open(path, "rb", buffering=READ_BYTES)  # noqa: SIM115 (the caller closes it)
+    stream = open_file(path, num_bytes)
     layers: tuple[str, ...] = ()
     try:
         while codec := codec_of(stream.peek(MAGIC_BYTES)[:MAGIC_BYTES]):

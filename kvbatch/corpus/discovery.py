@@ -32,14 +32,17 @@ class SourceFile:
     def check_unchanged(self) -> None:
         """Refuse the file if it is not as it was found, as far as its size and time of change tell.
 
+        A log may have grown: no more of it is read than there was.
+
         Raises:
-            InputError: it was written to, or is gone.
+            InputError: it was written to otherwise, or is gone.
         """
         try:
             stat = os.stat(self.path)
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from error
-        if (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
+        has_grown = self.format == "jsonl" and stat.st_size > self.num_bytes
+        if not has_grown and (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise InputError(f"{self.path}: the input changed while the job ran; run the job again")
 
 

@@ -73,7 +73,7 @@ class JsonlReader:
                 column that the job names.
         """
         try:
-            stream, _ = open_stream(self.source.path)
+            stream, _ = open_stream(self.source.path, self.source.num_bytes)
             with stream:
                 rows = map(self._parse, iter_lines(stream, self.spec.max_row_bytes))
                 for row in rows if self._filter is None else self._filtered(rows):

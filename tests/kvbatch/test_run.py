@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: rows keep their place, and the engine's bytes are the plan's."""
 
+import hashlib
 import io
 import json
 import os
@@ -214,6 +215,19 @@ def test_input_that_changes_under_the_run_is_noticed(job_file, old, new, time_ns
 
     with pytest.raises(InputError, match=match):
         run(job_file(RECORDS, input={"passthrough": ["n"]}), make_llm=change)
+
+
+def test_a_log_may_grow_under_the_run(job_file):
+    def grow(model, config):
+        with open("in.jsonl", "a", encoding="utf-8") as file:
+            file.write('\n{"id": "new", "text": "fox", "n": 1}\n{"id": "half')
+        return Backwards()
+
+    path = job_file(RECORDS)
+    before = hashlib.sha256(Path("in.jsonl").read_bytes()).hexdigest()
+    found = run(path, make_llm=grow).run
+    assert output(found)["id"].to_list() == [record["id"] for record in RECORDS]
+    assert list(found.read_manifest()["input_sha256"].values()) == [before]
 
 
 def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_path):
