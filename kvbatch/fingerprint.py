@@ -78,7 +78,7 @@ def hash_files(
     known: Iterable[Mapping[str, Any]] = (),
     hashes: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the SHA-256 of every file's bytes, as many as there were when it was found, by its label.
+    """Return by label the SHA-256 of every file, of the bytes that it had when it was found.
 
     Args:
         known: path, size and modification time of files whose hash is in `hashes`: they are not read again.

@@ -145,10 +145,8 @@ class LongDocuments:
         ]
         frames = [prompt.num_tokens for prompt in over]
         if not found or min(map(self._reduce_room, frames)) < self._two_answers:
-            what = "two partial answers" if found else f"a part of the document, {max(room, 0)} tokens"
-            message = (
-                f"the prompt has {refused.num_tokens} tokens and cannot be split: too little room for {what}"
-            )
+            why = "two partial answers do not fit" if found else f"{max(room, 0)} tokens are left for a part"
+            message = f"the prompt has {refused.num_tokens} tokens and cannot be split: {why}"
             return replace(refused, message=message)
         excerpts = [
             self._part(document, text[part.overlap_start : part.end], str(number), str(len(found)))

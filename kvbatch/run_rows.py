@@ -68,6 +68,6 @@ def _opened(file: Path) -> "Iterator[pq.ParquetFile]":
             yield parquet
     except (OSError, pa.ArrowException) as error:
         raise InputError(
-            f"{file}: the shard cannot be read ({error}); kvbatch resume makes it again in a run that did not end, "
-            "kvbatch run --new-run all of them"
+            f"{file}: the shard cannot be read ({error}); delete it and make it again by kvbatch resume, "
+            "or where the run has ended all of them by kvbatch run --new-run"
         ) from error

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvcache.allocator import BlockAllocator
 from kvcache.compensation import compensation_weights
-from kvcache.kernels.registry import cpu_kernels
 
 # One of so many queries is looked at for the moments, which a few hundred guess well (benchmarks/compression.md).
 OBSERVED_EVERY = 16
@@ -67,12 +66,10 @@ class Arena:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's new keys and values `[C, KVH, D]` behind those held; `extend` counts them."""
-        _, num_lanes, capacity, dim = self.keys.shape
         end = self.length + len(keys)
-        assert end <= capacity, "a chunk outgrew its arena"
-        slots = torch.arange(num_lanes)[:, None] * capacity + torch.arange(self.length, end)
-        for slab, rows in ((self.keys, keys), (self.values, values)):
-            cpu_kernels(dim).write_rows(slab[layer], slots * dim, rows, num_threads=torch.get_num_threads())
+        assert end <= self.capacity, "a chunk outgrew its arena"
+        self.keys[layer, :, self.length : end] = keys.transpose(0, 1)
+        self.values[layer, :, self.length : end] = values.transpose(0, 1)
         self.scores[layer, :, self.length : end] = 0
 
     def observe(self, layer: int, queries: Tensor) -> None:

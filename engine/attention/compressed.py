@@ -27,7 +27,7 @@ class LayerPages:
     """One layer's pages of one sequence, for kernels (`table`) and dequantised (`lanes`).
 
     Attributes:
-        rounds: kernels may round, since pages are rounded more.
+        rounds: kernels may round (`prefill_attention`), since what leaves the arena is rounded more.
     """
 
     kernels: ModuleType

@@ -32,7 +32,7 @@ class CPUAttention:
             cache.pages[layer],
             cache.lengths[layer],
             scale=q.shape[2] ** -0.5,
-            rounds=cache.pool.keys.dtype == torch.bfloat16,  # which rounded them more
+            rounds=cache.pool.keys.dtype == torch.bfloat16,  # where numbers have 8 bits
             num_threads=torch.get_num_threads(),
         )
 

@@ -1,6 +1,7 @@
 """Find the files that a job's paths name, in one order; owns what is ignored and what is skipped aloud."""
 
 import glob
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from urllib.parse import unquote
 from kvbatch.corpus.sniff import identify, looks_like_data
 from kvbatch.errors import InputError
 
+END_BYTES = 4096
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -18,7 +20,7 @@ class SourceFile:
     """One input file.
 
     `label` is its name within the input, part of the ids made up for its rows. `partitions` are the columns that
-    its directories name (`lang=en/`), always strings.
+    its directories name (`lang=en/`), always strings. `end` is a hash of its last bytes.
     """
 
     path: str
@@ -28,6 +30,7 @@ class SourceFile:
     num_bytes: int
     mtime_ns: int
     partitions: tuple[tuple[str, str | None], ...] = ()
+    end: bytes = b""
 
     def check_unchanged(self) -> None:
         """Refuse the file if it is not as it was found, as far as its size and time of change tell.
@@ -42,6 +45,7 @@ class SourceFile:
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from error
         has_grown = self.format == "jsonl" and stat.st_size > self.num_bytes
+        has_grown = has_grown and _hash_of_end(self.path, self.num_bytes) == self.end
         if not has_grown and (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise InputError(f"{self.path}: the input changed while the job ran; run the job again")
 
@@ -84,17 +88,32 @@ def discover(paths: Iterable[str], wanted: str) -> Discovery:
             try:
                 format_, compression = identify(candidate, wanted)
                 stat = os.stat(candidate)
+                end = _hash_of_end(candidate, stat.st_size)
             except (InputError, OSError) as error:
                 message = str(error)
                 found.problems.append(FileProblem(candidate, message.removeprefix(f"{candidate}: ")))
                 continue
             found.files.append(
                 SourceFile(
-                    candidate, label, format_, compression, stat.st_size, stat.st_mtime_ns, _partitions(label)
+                    path=candidate,
+                    label=label,
+                    format=format_,
+                    compression=compression,
+                    num_bytes=stat.st_size,
+                    mtime_ns=stat.st_mtime_ns,
+                    partitions=_partitions(label),
+                    end=end,
                 )
             )
     found.files = _distinct_labels(found.files)
     return found
+
+
+def _hash_of_end(path: str, num_bytes: int) -> bytes:
+    """Return a hash of what lies before that byte, by which a file that grew is told from one that was rewritten."""
+    with open(path, "rb") as file:
+        file.seek(max(0, num_bytes - END_BYTES))
+        return hashlib.sha256(file.read(min(num_bytes, END_BYTES))).digest()
 
 
 def _partitions(label: str) -> tuple[tuple[str, str | None], ...]:

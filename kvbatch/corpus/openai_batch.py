@@ -62,8 +62,9 @@ def parse_body(text: str) -> ChatRequest:
     """Return the request in the JSON of a body; raises as `check_request`."""
     try:
         body = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a string that is no JSON; a number of 5,000 digits
-        raise BadRecord("bad_request", f"'body' cannot be read: {error}") from None
+    except (ValueError, RecursionError):
+        reason = "'body' is no JSON, or nested too deep, or holds a number of thousands of digits"
+        raise BadRecord("bad_request", reason) from None
     if not isinstance(body, dict):
         raise BadRecord("bad_request", "'body' must be an object")
     messages = body.pop("messages", None)

@@ -109,7 +109,7 @@ def looks_like_data(path: str) -> bool:
     """Tell whether a file found in a directory is input: by its name, or by unmistakable bytes."""
     name = os.path.basename(path).lower()
     while name.endswith(COMPRESSION_SUFFIXES):
-        name = os.path.splitext(name)[0]
+        name = name[: name.rindex(".")]
     suffix = os.path.splitext(name)[1]
     if suffix in JSONL_SUFFIXES + PARQUET_SUFFIXES:
         return True

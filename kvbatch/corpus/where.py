@@ -1,5 +1,6 @@
 """Decide which rows a job's `where` selects; the only place that loads polars."""
 
+import contextlib
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -35,7 +36,9 @@ class RowFilter:
             is_by_row = _is_by_row(self._expression)
         except polars.exceptions.ColumnNotFoundError as error:
             # Their left side is looked up at once, in no data at all (polars 2.1).
-            raise self._error("IN, * and / are not supported here: write `a = 1 OR a = 2`") from error
+            raise self._error(
+                "IN, * and / are not supported here: compare columns themselves, as in `a = 1 OR a = 2`"
+            ) from error
         except polars.exceptions.PolarsError as error:
             raise self._error(str(error)) from error
         if not self.columns or "*" in self.columns:
@@ -57,7 +60,7 @@ class RowFilter:
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            return self._keep_rows(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+            return self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
         except self._failures as error:
             raise self._error(f"{path}: {_first_line(error)}") from error
 
@@ -75,28 +78,31 @@ class RowFilter:
             groups.setdefault(tuple(_kind(value) for value in row), []).append(position)
         kept: list[bool | str] = [False] * len(records)
         for kinds, positions in groups.items():
-            columns = list(zip(*(rows[position] for position in positions), strict=True))
+            columns = zip(*(rows[position] for position in positions), strict=True)
+            frame = self._polars.DataFrame(
+                [
+                    self._polars.Series(name, values, self._polars.Int128 if kind == "long" else None)
+                    for name, values, kind in zip(self.columns, columns, kinds, strict=True)
+                ]
+            )
             try:
-                answers = self._judge(kinds, columns, self._polars.Null)
-            except self._failures:
-                try:  # LIKE wants text, and a null may be one
-                    answers = self._judge(kinds, columns, self._polars.String)
-                except self._failures as error:
-                    answers = [_first_line(error)] * len(positions)
+                answers = self._judge(frame)
+            except self._failures as error:
+                answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
                 kept[position] = answer
         return kept
 
-    def _judge(self, kinds: Sequence[str], columns: Sequence[Sequence], null_type) -> list[bool | str]:
-        types = {"long": self._polars.Int128, "NoneType": null_type}
-        return self._keep_rows(
-            self._polars.DataFrame(
-                [
-                    self._polars.Series(name, values, types.get(kind))
-                    for name, values, kind in zip(self.columns, columns, kinds, strict=True)
-                ]
-            )
-        )
+    def _judge(self, frame) -> list[bool | str]:
+        """Judge rows; LIKE wants text, and a column without any value may be meant as one."""
+        nulls = [name for name, dtype in frame.schema.items() if dtype == self._polars.Null]
+        try:
+            return self._keep_rows(frame)
+        except self._failures:
+            for texts in (nulls, *([name] for name in nulls)):
+                with contextlib.suppress(*self._failures):
+                    return self._keep_rows(frame.cast(dict.fromkeys(texts, self._polars.String)))
+            raise
 
     def _keep_rows(self, frame) -> list[bool | str]:
         """Judge rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""

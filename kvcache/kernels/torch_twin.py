@@ -115,7 +115,7 @@ def prefill_attention_pool(
     """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
 
     The chunk's tokens are in slots `[past, past + C)` of their lanes; query `i` sees slots `[0, past + i]`.
-    `out` is room for the output, to be used again. Nothing is gained by rounding here, so nothing `rounds`.
+    `out` is room for the output, to be used again. `rounds` changes nothing: rounding gains nothing here.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp, float32 `[C, H]`.

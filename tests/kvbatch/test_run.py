@@ -203,7 +203,11 @@ def test_a_job_where_nothing_can_run_loads_no_model(job_file):
 
 @pytest.mark.parametrize(
     ("old", "new", "time_ns", "match"),
-    [("3 fox", "3 cat", 0, r"in\.jsonl, row 4 "), ('"n": 3', '"n": 4', 1, r"in\.jsonl: the input changed")],
+    [
+        ("3 fox", "3 cat", 0, r"in\.jsonl, row 4 "),
+        ('"n": 3', '"n": 4', 1, r"in\.jsonl: the input changed"),
+        ('"n": 3', '"n": 30', 1, r"in\.jsonl: the input changed"),
+    ],
 )
 def test_input_that_changes_under_the_run_is_noticed(job_file, old, new, time_ns, match):
     def change(model, config):

@@ -131,7 +131,9 @@ def test_twin_is_causal_softmax_attention():
 @each_build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("reach", "rounds"), [(300, False), (1.5, False), (1.5, True)], ids=["far", "near", "near, rounded"]
+    ("reach", "rounds"),
+    [(300, False), (1.5, False), (300, True), (1.5, True)],
+    ids=["far", "near", "far, rounded", "near, rounded"],
 )
 def test_scores_that_rise_keep_their_order(build_name, reach, rounds, dtype):
     """The largest score comes last: every page rescales, by factors that underflow, or only some do."""

@@ -34,44 +34,55 @@ struct Bfloat16 {
   }
 };
 
-struct Bits8 {
+// Of packed numbers `codes` gives the integers themselves.
+template <class Codes>
+struct Packed {
+  static void read(const uint8_t* row, int dim, int u, f32x8& low, f32x8& high) {
+    u32x8 codes[2];
+    Codes::codes(row, dim, u, codes[0], codes[1]);
+    low = to_float(codes[0]);
+    high = to_float(codes[1]);
+  }
+};
+
+struct Bits8 : Packed<Bits8> {
   static int row_bytes(int dim) { return dim; }
-  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
-    low = to_float(widen(row + 16 * u));
-    high = to_float(widen(row + 16 * u + 8));
+  static void codes(const uint8_t* row, int, int u, u32x8& low, u32x8& high) {
+    low = widen(row + 16 * u);
+    high = widen(row + 16 * u + 8);
   }
 };
 
 // A word holds eight codes: every lane takes the whole word and shifts its own code down.
-struct Bits4 {
+struct Bits4 : Packed<Bits4> {
   static int row_bytes(int dim) { return dim / 2; }
-  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+  static void codes(const uint8_t* row, int, int u, u32x8& low, u32x8& high) {
     const u32x8 shift = {0, 4, 8, 12, 16, 20, 24, 28};
-    low = to_float(splat(word(row + 8 * u)) >> shift & 15u);
-    high = to_float(splat(word(row + 8 * u + 4)) >> shift & 15u);
+    low = splat(word(row + 8 * u)) >> shift & 15u;
+    high = splat(word(row + 8 * u + 4)) >> shift & 15u;
   }
 };
 
-struct Bits2 {
+struct Bits2 : Packed<Bits2> {
   static int row_bytes(int dim) { return dim / 4; }
-  static void read(const uint8_t* row, int, int u, f32x8& low, f32x8& high) {
+  static void codes(const uint8_t* row, int, int u, u32x8& low, u32x8& high) {
     const u32x8 shift = {0, 2, 4, 6, 8, 10, 12, 14};
     u32x8 all = splat(word(row + 4 * u));
-    low = to_float(all >> shift & 3u);
-    high = to_float(all >> (shift + 16u) & 3u);
+    low = all >> shift & 3u;
+    high = all >> (shift + 16u) & 3u;
   }
 };
 
 // A plane of the codes' low two bits, then a plane of their top bits.
-struct Bits3 {
+struct Bits3 : Packed<Bits3> {
   static int row_bytes(int dim) { return dim / 4 + dim / 8; }
-  static void read(const uint8_t* row, int dim, int u, f32x8& low, f32x8& high) {
+  static void codes(const uint8_t* row, int dim, int u, u32x8& low, u32x8& high) {
     const u32x8 shift = {0, 2, 4, 6, 8, 10, 12, 14}, one = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8_t* plane = row + dim / 4 + 2 * u;
     u32x8 all = splat(word(row + 4 * u));
     u32x8 top = splat((uint32_t)(plane[0] | plane[1] << 8) << 2);
-    low = to_float((all >> shift & 3u) | (top >> one & 4u));
-    high = to_float((all >> (shift + 16u) & 3u) | (top >> (one + 8u) & 4u));
+    low = (all >> shift & 3u) | (top >> one & 4u);
+    high = (all >> (shift + 16u) & 3u) | (top >> (one + 8u) & 4u);
   }
 };
 
@@ -81,14 +92,19 @@ static inline void with_whole(int bytes, Use use) {
   bytes == 2 ? use(Bfloat16{}) : use(Float32{});
 }
 
-// Calls use(Bits{}) with the struct for that width; `whole_bytes` tells the two whole formats apart.
+// Calls use(Bits{}) with the struct for that width.
 template <class Use>
-static inline void with_codes(int bits, int whole_bytes, Use use) {
+static inline void with_packed(int bits, Use use) {
   switch (bits) {
     case 2: return use(Bits2{});
     case 3: return use(Bits3{});
     case 4: return use(Bits4{});
-    case 8: return use(Bits8{});
-    default: return with_whole(whole_bytes, use);
+    default: return use(Bits8{});
   }
+}
+
+// The same of any page; `whole_bytes` tells the two whole formats apart.
+template <class Use>
+static inline void with_codes(int bits, int whole_bytes, Use use) {
+  bits == 16 ? with_whole(whole_bytes, use) : with_packed(bits, use);
 }

@@ -3,9 +3,8 @@
 //
 // A key, or a query, is rounded such that its norm becomes TOP. By Cauchy and Schwarz no part of a product of two then
 // exceeds TOP^2, half of what 32 bits hold, and rounding costs it some 1e-5 of the product of their norms. Packed values
-// are multiplied as the codes they are, around the middle one, by weights of up to TOP; whole ones are rounded to
-// TOP_VALUE and their weights to TOP_WEIGHT. A value's scale goes into its weight. Nothing depends on other slots than a
-// row sees.
+// are multiplied as the codes they are, around the middle one, by weights of 15 bits; whole ones are rounded to 12 bits
+// and a sign, their weights to 13. A value's scale goes into its weight. Nothing depends on other slots than a row sees.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -23,7 +22,12 @@ constexpr bool HAS_INTEGERS = true;
 constexpr bool HAS_INTEGERS = false;
 #endif
 
-constexpr float TOP = 32767, TOP_VALUE = 4095, TOP_WEIGHT = 8191;  // 64 products of the last two fit 32 bits
+constexpr float TOP = 32767, TOP_VALUE = 4095;
+// Of weights of whole and of packed values. Scores of thousands are so coarse that what should be the largest weight can
+// be above by a thousandth.
+constexpr float TOP_WEIGHT = 8180, TOP_PACKED_WEIGHT = 32700;
+constexpr int TILE_SLOTS = 64;  // scores of a tile and a panel, 6 KB on AVX2, stay in the first-level cache
+static_assert(TILE_SLOTS * 4095LL * 8191 < 1LL << 31, "sums fit 32 bits");
 
 // Lane i of sum grows by both products of a's and b's pairs i.
 static inline WideInt add_pairs(WideInt sum, WideInt a, WideInt b) {
@@ -110,7 +114,10 @@ static inline float round_row(const float* row, int dim, int16_t* words) {
   f32x8 squares = {};
   for (int d = 0; d < dim; d += 8) squares += load(row + d) * load(row + d);
   const Rounding rounding(std::sqrt(sum_of(squares)));
-  for (int d = 0; d < dim; d += 8) store_words(words + d, load(row + d) * rounding.inverse);
+  for (int d = 0; d < dim; d += 16) {
+    const f32x8 low = load(row + d) * rounding.inverse, high = load(row + d + 8) * rounding.inverse;
+    store_words(words + d, low, high);
+  }
   return rounding.factor;
 }
 
@@ -131,10 +138,10 @@ class IntegerSlots {
     round_keys(page, dim, first, last);
     const bool whole = page.format->value_scales < 0;
     whole ? round_values(page, dim, first, last) : read_values(page, dim, first, last);
-    float largest = 1e-30f;
+    float largest = 1e-12f;  // of values that are all zero: factors of weights stay within floats
     for (int t = 0; t < count; t++) {
       largest = larger(largest, scales_.data()[t]);
-      room_.data()[t] = std::log2((whole ? TOP_WEIGHT : TOP) / largest);
+      room_.data()[t] = std::log2((whole ? TOP_WEIGHT : TOP_PACKED_WEIGHT) / largest);
     }
     keys = keys_.data(), values = values_.data(), key_factors = key_factors_.data();
     scales = scales_.data(), minima = minima_.data(), room = room_.data();
@@ -159,18 +166,18 @@ class IntegerSlots {
       scales_.data()[t - first] = scale[t];
       minima_.data()[t - first] = minimum[t] + middle * scale[t];
     }
-    with_codes(f.value_bits, f.whole_bytes, [&](auto kind) {
+    with_packed(f.value_bits, [&](auto kind) {
       using Codes = decltype(kind);
       const int64_t row_bytes = Codes::row_bytes(dim);
       uint32_t* to = values_.data();
       for (int t = first; t < last; t += 2, to += dim) {
         const uint8_t* row = page.values + t * row_bytes;
         for (int u = 0; u < dim / 16; u++) {
-          f32x8 x[2], y[2] = {};
-          Codes::read(row, dim, u, x[0], x[1]);
-          if (t + 1 < last) Codes::read(row + row_bytes, dim, u, y[0], y[1]);
+          u32x8 x[2], y[2] = {};
+          Codes::codes(row, dim, u, x[0], x[1]);
+          if (t + 1 < last) Codes::codes(row + row_bytes, dim, u, y[0], y[1]);
           for (int half = 0; half < 2; half++)
-            store_pairs(to + 16 * u + 8 * half, to_int(x[half]) - middle, to_int(y[half]) - middle);
+            store_pairs(to + 16 * u + 8 * half, (i32x8)x[half] - middle, (i32x8)y[half] - middle);
         }
       }
     });
@@ -181,9 +188,12 @@ class IntegerSlots {
     float* from = numbers_.data();
     unpack_.values(page, dim, first, last, [&](int t, int d, f32x8 x) { store(from + (t - first) * dim + d, x); });
     for (int t = 0; t < count; t++) {
-      f32x8 largest = {};
-      for (int d = 0; d < dim; d += 8) largest = larger(largest, magnitude(load(from + t * dim + d)));
-      const Rounding rounding(max_of(largest), TOP_VALUE);
+      f32x8 largest = {}, any = {};
+      for (int d = 0; d < dim; d += 8) {
+        const f32x8 x = load(from + t * dim + d);
+        largest = larger(largest, magnitude(x)), any += x * 0.f;
+      }
+      const Rounding rounding(max_of(largest) + sum_of(any), TOP_VALUE);  // NaN stays
       scales_.data()[t] = rounding.factor, minima_.data()[t] = 0;
       for (int d = 0; d < dim; d += 8) {
         float* x = from + t * dim + d;
@@ -195,8 +205,6 @@ class IntegerSlots {
       for (int d = 0; d < dim; d += 8, to += 8)
         store_pairs(to, (i32x8)load(from + d), t + 1 < count ? (i32x8)load(from + dim + d) : i32x8{});
   }
-
-  static i32x8 to_int(f32x8 x) { return __builtin_convertvector(x, i32x8); }
 
   static void store_pairs(uint32_t* to, i32x8 first, i32x8 second) {
     const i32x8 pairs = (first & 0xffff) | second << 16;

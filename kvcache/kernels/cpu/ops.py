@@ -218,7 +218,8 @@ def prefill_attention_pool(
     """See `torch_twin.prefill_attention_pool`; queries and slabs in float32 or bfloat16.
 
     With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it. Otherwise, if
-    it `rounds`, a CPU that multiplies integers faster than floats rounds queries and keys to 16 bits, values to 12.
+    it `rounds`, a CPU that multiplies integers faster than floats rounds queries and keys to 16 bits, weights and
+    values to 13 (kvcache/kernels/cpu/integers.h).
     """
     num_new, num_heads, dim = q.shape
     _check(keys, (torch.float32, torch.bfloat16))
@@ -261,8 +262,9 @@ def prefill_attention(
     rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16, rounded as in
-    `prefill_attention_pool`; codes of packed values are not rounded further.
+    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16.
+
+    They are rounded as in `prefill_attention_pool`; packed values not further, and their weights to 15 bits.
     """
     num_lanes, num_arena, dim = keys.shape
     assert (

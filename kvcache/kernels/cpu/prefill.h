@@ -3,7 +3,8 @@
 // Everything is transposed: scores are [slot][row], so that softmax runs down the columns, eight or sixteen rows at
 // once, and keys and values are the broadcast side of both products. The query heads of one KV head are rows like its
 // tokens. A row's result depends on nothing but the row and its panel's slots, in order: however panels are shared out
-// to threads, the result is the same. Both products are of floats, or of pairs of bfloat16; all else is floats.
+// to threads, the result is the same. Both products are of floats, of pairs of bfloat16, or of pairs of 16-bit integers
+// (integers.h); all else is floats.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,7 +15,6 @@
 #include "page.h"
 #include "slots.h"
 
-constexpr int TILE_SLOTS = 64;  // scores of a tile and a panel, 6 KB on AVX2, stay in the first-level cache
 constexpr float HIDDEN = -1e30f;
 constexpr float LAG = 8;  // weights are 2^LAG at most: a smaller new maximum is not worth bringing all sums to it
 
@@ -177,7 +177,7 @@ class Prefill {
     if (size <= 0) return;
     float* scores = slot < judged_ ? scores_.data() : kept(panel, slot);
     alignas(64) float lowest[PANEL], best[PANEL], factors[PANEL];
-    std::fill(lowest, lowest + PANEL, HIDDEN);
+    std::fill(lowest, lowest + PANEL, HIDDEN / 2);  // above the hidden, which so weigh nothing where a row sees none
     std::copy(lowest, lowest + PANEL, best);
     const int dim = in_.dim;
     integer_product<false>(integers_.keys, dim / 2, 1, size, pairs(panel), dim / 2, scores, factor(panel),

@@ -17,21 +17,44 @@ struct Write {
   int state() const { return 0; }
 
   void operator()(int, int64_t piece) const {
-    for (int64_t i = piece * ROWS; i < count && i < (piece + 1) * ROWS; i++) {
-      const int64_t from = i % tokens * token_stride + i / tokens * lane_stride, to = places[i];
-      for (int d = 0; d < dim; d += 8) write(to + d, read(from + d));
+    if (slab_bf16 == rows_bf16)
+      slab_bf16 ? copy<uint16_t>(piece) : copy<float>(piece);
+    else
+      convert(piece);
+  }
+
+  // Calls use(place, where a row begins) with everything in locals: what is stored might be one of the members for all
+  // the compiler knows.
+  template <class Use>
+  void for_rows(int64_t piece, Use use) const {
+    const int64_t first = piece * ROWS, num_tokens = tokens, token_step = token_stride, lane_step = lane_stride;
+    const int64_t* place = places + first;
+    const int num_rows = (int)(count - first < ROWS ? count - first : ROWS);
+    int64_t lane = first / num_tokens, token = first % num_tokens;
+    for (int i = 0; i < num_rows; i++) {
+      use(place[i], token * token_step + lane * lane_step);
+      if (++token == num_tokens) token = 0, lane++;
     }
   }
 
-  f32x8 read(int64_t at) const {
-    return rows_bf16 ? (f32x8)(widen((const uint16_t*)rows + at) << 16) : load((const float*)rows + at);
+  template <class Number>
+  void copy(int64_t piece) const {
+    Number* to = (Number*)slab;
+    const Number* from = (const Number*)rows;
+    const size_t bytes = dim * sizeof(Number);
+    for_rows(piece, [=](int64_t place, int64_t row) { memcpy(to + place, from + row, bytes); });
   }
 
-  void write(int64_t at, f32x8 x) const {
+  void convert(int64_t piece) const {
+    const int width = dim;
     if (slab_bf16)
-      store_bf16((uint16_t*)slab + at, x);
+      for_rows(piece, [=, to = (uint16_t*)slab, from = (const float*)rows](int64_t place, int64_t row) {
+        for (int d = 0; d < width; d += 8) store_bf16(to + place + d, load(from + row + d));
+      });
     else
-      store((float*)slab + at, x);
+      for_rows(piece, [=, to = (float*)slab, from = (const uint16_t*)rows](int64_t place, int64_t row) {
+        for (int d = 0; d < width; d += 8) store(to + place + d, (f32x8)(widen(from + row + d) << 16));
+      });
   }
 };
 

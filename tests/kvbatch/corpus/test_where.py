@@ -82,6 +82,19 @@ def test_a_quoted_dotted_name_reaches_into_objects(tmp_path, write_jsonl, read, 
     assert [document.row_id for document in read(path, where="\"doc.meta.lang\" = 'b'")] == [1, 3]
 
 
+def test_like_and_numbers_take_columns_that_a_file_or_a_record_lacks(tmp_path, write_jsonl, read):
+    for name, columns in (("a", {"y": ["ab", None]}), ("b", {}), ("c", {"z": [1, 9]})):
+        pq.write_table(
+            pa.table({"id": [f"{name}1", f"{name}2"], "text": ["t", "t"], **columns}),
+            tmp_path / f"{name}.parquet",
+        )
+    where = "y LIKE 'a%' OR z > 5"
+    assert [document.row_id for document in read(tmp_path, where=where)] == ["a1", "c2"]
+    rows = [{"id": 1, "text": "t"}, {"id": 2, "text": "t", "y": "ab"}, {"id": 3, "text": "t", "z": 9}]
+    found = read(write_jsonl("in.jsonl", *rows), where=where)
+    assert [(document.row_id, document.error_code) for document in found] == [(2, None), (3, None)]
+
+
 def test_uuids_are_compared_as_they_are_shown(tmp_path, read):
     ids = pa.array([b"0123456789abcdef", None, b"0123456789abcdeg"], pa.uuid())
     path = tmp_path / "in.parquet"
