@@ -17,6 +17,7 @@ from kvbatch.errors import JobFileError
 
 KeyPath = tuple[str | int, ...]
 
+MAX_KEYS = 100_000
 _KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 
@@ -96,6 +97,10 @@ def _neighbours(path: Path) -> str:
 
 
 def _collect_lines(node: yaml.Node, key: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
+    if len(lines) > MAX_KEYS:  # a few aliases of aliases make billions
+        raise JobFileError(
+            f"{path}: it has more than {MAX_KEYS:,} keys and items, aliases (*) counted in full"
+        )
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             _check_key(name, path)

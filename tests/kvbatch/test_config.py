@@ -8,6 +8,8 @@ from kvbatch.config import load_job, to_yaml
 from kvbatch.errors import JobFileError
 from kvbatch.fingerprint import config_hash
 
+# Eight times eight times … eight items.
+ALIASES = ", ".join(f"&{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 8)}]" for n in range(8))
 GOOD = """\
 version: 1
 name: demo
@@ -61,6 +63,7 @@ def test_defaults_and_overrides(write):
         ("name: demo", "name: demo\nname: other", [], [":3", "'name' stands twice", "line 2"]),
         ("name: demo", "name: [", [], ["not valid YAML"]),
         ("name: demo", "name: &x [*x]", [], ["an alias"]),
+        ("name: demo", "name: [&a [0, 0, 0, 0, 0, 0, 0, 0], " + ALIASES + "]", [], ["100,000 keys"]),
         ("name: demo", "name: demo\non: 1", [], [":3", "'on' is a bool to YAML", "quotes"]),
         ("name: demo", "name: {{text}}", [], [":2", "in quotes"]),
         ("Be brief.", "{x}", [], [":6", "prompt.system", "in quotes"]),
