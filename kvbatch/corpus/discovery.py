@@ -42,10 +42,10 @@ class SourceFile:
         """
         try:
             stat = os.stat(self.path)
+            is_longer = self.format == "jsonl" and stat.st_size > self.num_bytes
+            has_grown = is_longer and _hash_of_end(self.path, self.num_bytes) == self.end
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from error
-        has_grown = self.format == "jsonl" and stat.st_size > self.num_bytes
-        has_grown = has_grown and _hash_of_end(self.path, self.num_bytes) == self.end
         if not has_grown and (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise InputError(f"{self.path}: the input changed while the job ran; run the job again")
 

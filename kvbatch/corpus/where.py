@@ -5,12 +5,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from kvbatch.corpus.json_values import (
-    INT64_RANGE,
-    NumberText,
-    find_field,
-    json_text,
-)
+from kvbatch.corpus.json_values import INT64_RANGE, NumberText, find_field, json_text
 from kvbatch.corpus.parquet_schema import Column
 from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError

@@ -92,30 +92,39 @@ class Prefill {
   float* minimum(int panel) { return minima_.data() + panel * PANEL; }
   float* kept(int panel, int64_t slot) { return kept_.data() + (panel * num_judged_ + slot - judged_) * PANEL; }
 
-  // Queries as columns; columns without a row are zero.
   void start() {
-    const int depth = in_.dim / Kind::STEP;
-    query_.resize((size_t)count_ * depth * PANEL);
     out_.resize((size_t)count_ * in_.dim * PANEL);
     max_.resize(count_ * PANEL);
     sum_.resize(count_ * PANEL);
+    minima_.resize(count_ * PANEL);
     kept_.resize(count_ * num_judged_ * PANEL);
-    std::fill(query(0), query(count_), Element());
     std::fill(out(0), out(count_), 0.f);
     std::fill(max(0), max(count_), HIDDEN);
     std::fill(sum(0), sum(count_), 0.f);
+    std::fill(minimum(0), minimum(count_), 0.f);
+    if constexpr (INTEGERS)
+      if (in_.rounds) return round_queries();
+    read_queries();
+  }
+
+  const void* query_row(int token, int head) const {
+    const int64_t at = token * in_.token_stride + head * in_.head_stride;
+    return (const char*)in_.q + at * (in_.bf16 ? 2 : 4);
+  }
+
+  // Queries as columns; columns without a row are zero.
+  void read_queries() {
+    const int depth = in_.dim / Kind::STEP;
+    query_.resize((size_t)count_ * depth * PANEL);
+    std::fill(query(0), query(count_), Element());
     for_rows([&](int panel, int column, int token, int head) {
-      const int64_t at = token * in_.token_stride + head * in_.head_stride;
-      const char* q = (const char*)in_.q + at * (in_.bf16 ? 2 : 4);
+      const void* q = query_row(token, head);
       Element* to = query(panel) + column;
       for (int k = 0; k < depth; k++) to[k * PANEL] = Kind::read(q, in_.bf16, k);
     });
-    minima_.resize(count_ * PANEL);
-    std::fill(minimum(0), minimum(count_), 0.f);
-    if constexpr (INTEGERS)
-      if (in_.rounds) round_queries();
   }
 
+  // The same as integers.
   void round_queries() {
     const int depth = in_.dim / 2;
     pairs_.resize((size_t)count_ * depth * PANEL);
@@ -123,8 +132,9 @@ class Prefill {
     row_.resize(in_.dim), words_.resize(depth);
     std::fill(pairs(0), pairs(count_), 0);
     std::fill(factor(0), factor(count_), 0.f);
-    for_rows([&](int panel, int column, int, int) {
-      for (int d = 0; d < in_.dim; d++) row_.data()[d] = query(panel)[d * PANEL + column];
+    for_rows([&](int panel, int column, int token, int head) {
+      const void* q = query_row(token, head);
+      for (int d = 0; d < in_.dim; d++) row_.data()[d] = Kind::read(q, in_.bf16, d);
       factor(panel)[column] = round_row(row_.data(), in_.dim, (int16_t*)words_.data());
       for (int k = 0; k < depth; k++) pairs(panel)[k * PANEL + column] = words_.data()[k];
     });
