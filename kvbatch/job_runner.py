@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 class JobRunner:
     """Open what a job needs, all but the weights; `divide_budget` completes it.
 
+    Args:
+        earlier: the run that may be continued; what was found when it began holds on.
+
     Raises:
         ModelUnavailable: The model or the device cannot be used.
         JobFileError: Prompt and model do not go together.
@@ -53,6 +56,7 @@ class JobRunner:
         progress: Progress,
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
+        earlier: RunDirectory | None = None,
     ):
         import torch
 
@@ -62,6 +66,7 @@ class JobRunner:
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
+        self.earlier = earlier
         corpus.check()
         self.model = open_model(job.model, job.engine)
         self.builder = prompt_builder(self.model.tokenizer, job)

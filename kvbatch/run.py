@@ -80,8 +80,8 @@ def run_job(
         if done:
             return RunOutcome(done, is_new=False)
         progress.start("opening")
-        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm)
         earlier = resume or (None if new_run or carry else find_unfinished_run(job))
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier)
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
         planned = None
