@@ -16,7 +16,8 @@ from kvcache.quant import fold_value_rotation
 def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
     """Return the layer with values in the rotated basis (`kvcache.quant.rotation`), as it makes and as it takes them.
 
-    Weights and bias are changed in place, but for those kept in bfloat16, which rotated ones do not fit.
+    Weights and bias are changed in place, but for those of a float32 model kept in bfloat16, which rotated ones do not
+    fit.
     """
     qkv, output = (
         p.weight.dense() if isinstance(p.weight, PackedWeight) else p.weight
@@ -30,17 +31,20 @@ def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
         head_dim=config.head_dim,
         qkv_bias=layer.qkv.bias,
     )
-    return replace(layer, qkv=_with_weight(layer.qkv, qkv), output=_with_weight(layer.output, output))
+    dtype = layer.attention_norm.dtype
+    return replace(
+        layer, qkv=_with_weight(layer.qkv, qkv, dtype), output=_with_weight(layer.output, output, dtype)
+    )
 
 
-def _with_weight(projection: Projection, matrix: Tensor) -> Projection:
+def _with_weight(projection: Projection, matrix: Tensor, dtype: torch.dtype) -> Projection:
     """Return a projection with other numbers, packed if it was."""
     weight = projection.weight
     if isinstance(weight, Tensor):  # this very matrix
         return projection
-    if weight.panels.dtype == torch.bfloat16:
+    if weight.panels.dtype != dtype:
         return Projection(pack_weight(matrix, weight.panel), projection.bias)
-    weight.copy_(matrix)
+    weight.put(0, matrix)
     return projection
 
 

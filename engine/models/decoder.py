@@ -21,7 +21,7 @@ from engine.models.weights import Projection, Weights, load_weights
 from engine.native import torch_twin
 from engine.native.int8 import Int8Weight
 from engine.native.packed import PackedWeight
-from engine.native.registry import layer_kernels
+from engine.native.registry import float_panel, layer_kernels
 from kvcache.quant import rotation
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]; q and k after qk-norm and rope
@@ -106,7 +106,8 @@ class Decoder:
         config = self.config
         cos, sin = self._cos[positions], self._sin[positions]  # [T, D / 2]
         embedding = self._weights.embedding
-        hidden = embedding.rows(token_ids) if isinstance(embedding, PackedWeight) else embedding[token_ids]
+        is_packed = isinstance(embedding, PackedWeight)
+        hidden = embedding.rows(token_ids).to(self.dtype) if is_packed else embedding[token_ids]
         for index in range(config.num_layers):
             q, k, v = self._passes.before_attention(index, hidden, cos, sin)
             attended = attend(index, q, k, v).flatten(1)
@@ -169,7 +170,7 @@ def load_model(
         config,
         dtype=dtype,
         device=device,
-        panel=kernels.float_panel() if dtype == torch.float32 else 0,
+        panel=float_panel(kernels, dtype),
         convert=partial(to_int8, config=config, kernels=kernels) if weight_quant else None,
     )
     return Decoder(config, weights, is_rotated=bool(weight_quant))

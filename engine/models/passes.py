@@ -108,9 +108,9 @@ class Passes:
             self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
             return
         if isinstance(weight, PackedWeight):
-            self._kernels.float_product(x.contiguous(), weight, residual, adds=True)
-        else:
-            residual.addmm_(x, weight.t())
+            self._kernels.float_product(x.contiguous(), weight, residual, bias=bias, adds=True)
+            return
+        residual.addmm_(x, weight.t())
         if bias is not None:
             residual.add_(bias)
 

@@ -5,9 +5,10 @@ load never holds the model twice. Every shape is checked before anything is copi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ class Projection:
     """One linear layer; several of the checkpoint's matrices may be stacked in it."""
 
     weight: Tensor | PackedWeight | Int8Weight  # [out, in]
-    bias: Tensor | None  # [out], float32 beside int8
+    bias: Tensor | None  # [out], float32 beside weights that are packed or int8
 
 
 @dataclass(frozen=True)
@@ -107,25 +108,23 @@ class Checkpoint:
         """Copy the named tensors below one another into a new tensor of the type and place of `like`."""
         rows = [shapes[name][0] for name in names]
         out = like.new_empty((sum(rows), *shapes[names[0]][1:]))
-        self._fill(out.split(rows), names)
+        for part, name in zip(out.split(rows), names, strict=True):
+            part.copy_(self._owner[name].get_tensor(name))
         return out
 
     def packed(
         self, names: list[str], shapes: dict[str, tuple[int, ...]], like: Tensor, panel: int
     ) -> Tensor | PackedWeight:
-        """Do as `stacked`, in panels, unless they are 0 or some matrix is not a whole number of them wide."""
-        rows = [shapes[name][0] for name in names]
-        if not panel or any(count % panel for count in rows):
+        """Do as `stacked`, in panels, unless they are 0."""
+        if not panel:
             return self.stacked(names, shapes, like)
+        rows = [shapes[name][0] for name in names]
         is_bf16 = all(self._owner[name].get_slice(name).get_dtype() == "BF16" for name in names)
         dtype = torch.bfloat16 if is_bf16 else like.dtype
         out = PackedWeight.empty(sum(rows), shapes[names[0]][1], panel, dtype)
-        self._fill(out.split(rows), names)
+        for first, name in zip(accumulate(rows, initial=0), names, strict=False):
+            out.put(first, self._owner[name].get_tensor(name))
         return out
-
-    def _fill(self, parts: Sequence[Tensor | PackedWeight], names: list[str]) -> None:
-        for part, name in zip(parts, names, strict=True):
-            part.copy_(self._owner[name].get_tensor(name))
 
     def _open(self, file: Path) -> None:
         try:
@@ -183,7 +182,10 @@ def load_weights(
             has_bias = f"{names[0]}.bias" in shapes
             matrices = [f"{name}.weight" for name in names]
             weight = checkpoint.packed(matrices, shapes, like, 0 if convert else panel)
-            return Projection(weight, tensor(*(f"{name}.bias" for name in names)) if has_bias else None)
+            if not has_bias:
+                return Projection(weight, None)
+            bias = tensor(*(f"{name}.bias" for name in names))
+            return Projection(weight, bias.float() if isinstance(weight, PackedWeight) else bias)
 
         def layer(index: int) -> LayerWeights:
             at = f"model.layers.{index}"

@@ -63,7 +63,9 @@ class CompiledPasses:
         matrices = [m.weight for w in layers for m in (w.qkv, w.output, w.gate_up, w.down)]
         coded = [m.depth for m in matrices if isinstance(m, Int8Weight)]
         dense = len(coded) < len(matrices)
-        assert self._dtype == torch.float32 or not dense
+        assert not is_bf16 or all(
+            m.panels.dtype == self._dtype for m in matrices if isinstance(m, PackedWeight)
+        )
         self._widths = {  # of the room's rows, in the order of `_Room`
             "normed": (dense * config.hidden_size, self._dtype),
             "qkv": (first.qkv.weight.shape[0], self._dtype),

@@ -12,8 +12,8 @@ void kvb_quantise_rows(int is_bf16, const void* x, int64_t num_rows, int width, 
 void kvb_rotate(int is_bf16, void* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int dim,
                 const float* cos, const float* sin, const void* q_norm, const void* k_norm, float eps, int spread,
                 int threads);
-void kvb_float_product(int is_bf16, const float* x, const void* panels, const float* bias, int64_t num_rows, int depth,
-                       int width, float* out, int adds, int threads);
+void kvb_float_product(int types, const void* x, const void* panels, const float* bias, int64_t num_rows, int depth,
+                       int width, void* out, int adds, int threads);
 void kvb_int8_product(int is_bf16, const int8_t* codes, const float* scales, const int8_t* panels,
                       const float* weight_scales, const int32_t* starts, const float* bias, int64_t num_rows,
                       int depth, int width, void* out, int adds, int threads);

@@ -42,11 +42,8 @@ struct Step {
     if (m.kind == INT8)
       return kvb_int8_product(model.is_bf16, room.codes, room.scales, (const int8_t*)m.panels, m.scales, m.starts, m.bias,
                               rows, m.depth, m.width, out, adds, threads);
-    float* to = (float*)out;
-    kvb_float_product(m.kind == BFLOATS, (const float*)x, m.panels, adds ? nullptr : m.bias, rows, m.depth, m.width, to,
-                      adds, threads);
-    for (int64_t i = 0; adds && m.bias && i < rows; i++)
-      for (int j = 0; j < m.width; j++) to[i * m.width + j] += m.bias[j];
+    const int types = model.is_bf16 ? 7 : m.kind == BFLOATS ? 2 : 0;
+    kvb_float_product(types, x, m.panels, m.bias, rows, m.depth, m.width, out, adds, threads);
   }
 
   int8_t* codes_for(const Matrix& m) const { return m.kind == INT8 ? room.codes : nullptr; }

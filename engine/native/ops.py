@@ -123,16 +123,16 @@ def float_product(
 ) -> None:
     """See `torch_twin.float_product`."""
     (width, depth), num_rows = weight.shape, len(x)
-    for tensor in (x, out):
-        _check(tensor, (torch.float32,))
-    _check(weight.panels, _DTYPES)
-    assert weight.panel == float_panel()
+    _check(x, _DTYPES)
+    _check(weight.panels, (x.dtype, torch.bfloat16))
+    _check(out, (torch.float32, x.dtype))
+    assert weight.panels.shape[2:] == (float_panel(), 1 + _is_bf16(weight.panels))
     assert x.shape == (num_rows, depth) and out.shape == (num_rows, width)
     if bias is not None:
         _check(bias, (torch.float32,))
-        assert bias.shape == (width,) and not adds
+        assert bias.shape == (width,)
     library().kvb_float_product(
-        _is_bf16(weight.panels),
+        _is_bf16(x) + 2 * _is_bf16(weight.panels) + 4 * _is_bf16(out),
         *map(_at, (x, weight.panels, bias)),
         num_rows,
         depth,

@@ -1,109 +1,186 @@
-// Products of float32 rows with packed weights. Flat C functions for ctypes; checks are in ops.py.
+// Products of rows with packed weights, both of float32 or bfloat16. Flat C functions for ctypes; checks are in ops.py.
 //
-// The weights lie in panels of PANEL outputs; a panel holds, for every input, its outputs' numbers side by side
-// (engine/native/packed.py). An output is summed in the order of its inputs, one fused multiplication and addition at a
-// time, however rows and panels are shared out: a row's result depends on nothing but the row.
+// The weights lie in panels of PANEL outputs; a panel holds, for every STEP inputs, STEP numbers of each output
+// (engine/native/packed.py). An output is summed in the order of its inputs, in float32, by the same instructions however
+// rows and panels are shared out: a row's result depends on nothing but the row.
+#include <memory>
+
 #include "elements.h"
 #include "kernels.h"
 #include "panels.h"
+#include "wide.h"
 
 namespace {
 
-constexpr int PANEL = 16;   // 6 × 2 sums, 2 numbers of weights and 1 of a row: of AVX2's 16 registers
-constexpr int DEPTH = 576;  // inputs at once: 36 KB of a panel stay near the first-level cache
+#if defined(__AVX512F__)
+constexpr int VECTORS = 4;  // 6 × 4 sums, 4 vectors of weights and 1 of a row: of 32 registers
+#else
+constexpr int VECTORS = 2;  // 6 × 2 sums, 2 vectors of weights and 1 of a row: of 16
+#endif
+constexpr int PANEL = VECTORS * WIDE;
+constexpr int BLOCK_BYTES = 36 << 10;  // of a panel at once: they stay near the first-level cache
 
-// A panel's weights for one input.
-void read(const float* p, f32x8& low, f32x8& high) {
-  low = load(p);
-  high = load(p + 8);
-}
+// The first or the second of each two bfloat16 numbers.
+Wide half_of(WideBits both, int part) { return (Wide)(part ? both & 0xffff0000u : both << 16); }
 
-void read(const bf16* p, f32x8& low, f32x8& high) {
-  u32x8 both;
-  memcpy(&both, p, sizeof both);
-  low = (f32x8)(both << 16);
-  high = (f32x8)(both & 0xffff0000u);
-}
+// What is multiplied: STEP inputs at once, in so many PARTS.
+struct Floats {
+  typedef float Input;
+  typedef float Weight;
+  static constexpr int STEP = 1, PARTS = 1;
 
-// out[i] = start[i] + x[i] . panel, for ROWS rows.
-template <int ROWS, class Weight>
-__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const Weight* panel, int depth,
-                                    const float* start, int64_t start_stride, float* out, int64_t out_stride) {
-  f32x8 sums[ROWS][2];
-#pragma GCC unroll 6
-  for (int i = 0; i < ROWS; i++) {
-    sums[i][0] = load(start + i * start_stride);
-    sums[i][1] = load(start + i * start_stride + 8);
+  static Wide weights(const float* p, int) { return load_wide(p); }
+  static Wide input(const float* p, int) { return wide(*p); }
+  static Wide add(Wide sum, Wide x, Wide weight) { return sum + x * weight; }
+};
+
+// Weights in bfloat16: products of the same numbers in the same order, so the same to the bit.
+struct FloatsByHalves {
+  typedef float Input;
+  typedef bf16 Weight;
+  static constexpr int STEP = 2, PARTS = 2;
+
+  static Wide weights(const bf16* p, int part) { return half_of((WideBits)load_wide(p), part); }
+  static Wide input(const float* p, int part) { return wide(p[part]); }
+  static Wide add(Wide sum, Wide x, Wide weight) { return sum + x * weight; }
+};
+
+struct Halves {
+  typedef bf16 Input;
+  typedef bf16 Weight;
+  static constexpr int STEP = 2;
+
+  static WideBits both(const bf16* p) {
+    uint32_t x;
+    memcpy(&x, p, sizeof x);
+    return WideBits{} + x;
   }
-#pragma GCC unroll 4
-  for (int k = 0; k < depth; k++, panel += PANEL) {
-    f32x8 low, high;
-    read(panel, low, high);
-    hold(low), hold(high);  // in registers, for all rows
+
+#if defined(__AVX512BF16__)
+  static constexpr int PARTS = 1;
+
+  static Wide weights(const bf16* p, int) { return load_wide(p); }
+  static Wide input(const bf16* p, int) { return (Wide)both(p); }
+  static Wide add(Wide sum, Wide x, Wide weight) {
+    return (Wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weight);
+  }
+#else
+  static constexpr int PARTS = 2;
+
+  static Wide weights(const bf16* p, int part) { return half_of((WideBits)load_wide(p), part); }
+  static Wide input(const bf16* p, int part) { return half_of(both(p), part); }
+  static Wide add(Wide sum, Wide x, Wide weight) { return sum + x * weight; }
+#endif
+};
+
+// sums[i] = x[i] . panel, for ROWS rows; added to what is there, if so.
+template <class Kind, int ROWS>
+__attribute__((noinline)) void tile(const typename Kind::Input* x, int64_t stride, const typename Kind::Weight* panel,
+                                    int depth, bool adds, float (*out)[PANEL]) {
+  if (depth < 1) __builtin_unreachable();  // else the compiler spills the sums to join them with those of no step
+  Wide sums[ROWS][VECTORS];
 #pragma GCC unroll 6
-    for (int i = 0; i < ROWS; i++) {
-      const f32x8 number = x[i * x_stride + k] - f32x8{};  // not +, which would make 0 of -0 and so cost an addition
-      sums[i][0] += number * low;
-      sums[i][1] += number * high;
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) sums[i][j] = adds ? load_wide(out[i] + j * WIDE) : wide(0);
+  for (int k = 0; k < depth; k += Kind::STEP, panel += Kind::STEP * PANEL) {
+#pragma GCC unroll 2
+    for (int part = 0; part < Kind::PARTS; part++) {
+      Wide weights[VECTORS];
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) weights[j] = held(Kind::weights(panel + j * Kind::STEP * WIDE, part));
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; i++) {
+        const Wide number = Kind::input(x + i * stride + k, part);
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) sums[i][j] = Kind::add(sums[i][j], number, weights[j]);
+      }
     }
   }
 #pragma GCC unroll 6
-  for (int i = 0; i < ROWS; i++) {
-    store(out + i * out_stride, sums[i][0]);
-    store(out + i * out_stride + 8, sums[i][1]);
-  }
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) store_wide(out[i] + j * WIDE, sums[i][j]);
 }
 
-template <class Weight>
+template <class Kind, class Out>
 struct Product {
-  const float* x;        // [rows, depth]
-  const Weight* panels;  // [width / PANEL, depth, PANEL]
-  const float* bias;     // [width] or null
+  typedef float Sums[TASK_ROWS][PANEL];
+
+  const typename Kind::Input* x;        // [rows, depth]
+  const typename Kind::Weight* panels;  // [panels, depth / STEP, PANEL, STEP], the last one padded
+  const float* bias;                    // [width] or null
+  int64_t num_rows;
   int depth, width;
-  float* out;  // [rows, width]
-  bool adds;   // to what is there; without bias
+  Out* out;  // [rows, width]
+  bool adds;  // to what is there
 
-  int state() const { return 0; }
+  std::unique_ptr<Sums> state() const { return std::unique_ptr<Sums>((Sums*)new Sums); }
 
-  void operator()(int, const Task& task) const {
-    for (int k = 0; k < depth; k += DEPTH)
-      for (int panel = task.panel; panel < task.last; panel++)
-        by_tile(task.first, task.end, [&](auto rows, int64_t row) { run<decltype(rows)::value>(row, panel, k); });
+  void operator()(std::unique_ptr<Sums>& sums, const Task& task) const {
+    constexpr int BLOCK = BLOCK_BYTES / PANEL / sizeof(typename Kind::Weight);
+    for (int panel = task.panel; panel < task.last; panel++) {
+      for (int k = 0; k < depth; k += BLOCK)
+        by_tile(task.first, task.end, [&](auto rows, int64_t row) {
+          tile<Kind, decltype(rows)::value>(x + row * depth + k, depth, panels + ((int64_t)panel * depth + k) * PANEL,
+                                            std::min(BLOCK, depth - k), k > 0, *sums + (row - task.first));
+        });
+      for (int64_t row = task.first; row < task.end; row++) finish((*sums)[row - task.first], panel * PANEL, row);
+    }
   }
 
-  template <int ROWS>
-  void run(int64_t row, int panel, int k) const {
-    static const float zeros[PANEL] = {};
-    float* to = out + row * width + panel * PANEL;
-    const bool goes_on = adds || k > 0;
-    tile<ROWS, Weight>(x + row * depth + k, depth, panels + ((int64_t)panel * depth + k) * PANEL, std::min(DEPTH, depth - k),
-               goes_on ? to : bias ? bias + panel * PANEL : zeros, goes_on ? width : 0, to, width);
+  void finish(const float* sums, int column, int64_t row) const {
+    Out* to = out + row * width + column;
+    const float* more = bias ? bias + column : nullptr;
+    int j = 0;
+    for (; j + 8 <= std::min(PANEL, width - column); j += 8) put(sums + j, more ? more + j : nullptr, to + j);
+    if (const int rest = std::min(PANEL, width - column) - j) {  // of a width that is no multiple of 8
+      Out room[8] = {};
+      float some[8] = {};
+      memcpy(room, to + j, rest * sizeof(Out));
+      if (more) memcpy(some, more + j, rest * sizeof(float));
+      put(sums + j, some, room);
+      memcpy(to + j, room, rest * sizeof(Out));
+    }
+  }
+
+  void put(const float* sums, const float* bias, Out* to) const {
+    f32x8 y = load(sums);
+    if (bias) y += load(bias);
+    write(to, adds ? read(to) + y : y);
   }
 };
 
-template <class Weight>
-void product(const float* x, const void* panels, const float* bias, int64_t num_rows, int depth, int width, float* out,
+template <class Kind, class Out>
+void product(const void* x, const void* panels, const float* bias, int64_t num_rows, int depth, int width, void* out,
              bool adds, int threads) {
-  const Product<Weight> work = {x, (const Weight*)panels, bias, depth, width, out, adds};
-  Sharing<Product<Weight>>(work, num_rows, width / PANEL, PANEL * depth * sizeof(Weight), threads);
+  typedef typename Kind::Weight Weight;
+  const Product<Kind, Out> work = {(const typename Kind::Input*)x, (const Weight*)panels, bias, num_rows, depth, width,
+                                   (Out*)out, adds};
+  Sharing<Product<Kind, Out>>(work, num_rows, (width + PANEL - 1) / PANEL, PANEL * depth * sizeof(Weight), threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Outputs in a panel; 0 where the vector library's product was not found slower: only 256-bit registers were measured.
+// Outputs in a panel; 0 where the vector library's product was not found slower: it was with AVX2 and with AVX-512.
 int kvb_float_panel() {
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__AVX512F__)
   return PANEL;
 #else
   return 0;
 #endif
 }
 
-void kvb_float_product(int is_bf16, const float* x, const void* panels, const float* bias, int64_t num_rows, int depth,
-                       int width, float* out, int adds, int threads) {
-  (is_bf16 ? product<bf16> : product<float>)(x, panels, bias, num_rows, depth, width, out, adds != 0, threads);
+// `types` names what is of bfloat16: 1 the rows, 2 the weights, 4 what comes out.
+void kvb_float_product(int types, const void* x, const void* panels, const float* bias, int64_t num_rows, int depth,
+                       int width, void* out, int adds, int threads) {
+  auto multiply = types == 0   ? product<Floats, float>
+                  : types == 2 ? product<FloatsByHalves, float>
+                  : types == 3 ? product<Halves, float>
+                               : product<Halves, bf16>;
+  multiply(x, panels, bias, num_rows, depth, width, out, adds != 0, threads);
 }
 
 }

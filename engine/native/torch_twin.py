@@ -64,7 +64,7 @@ def rotate(
 
 
 def float_panel() -> int:
-    """Return how many outputs of float32 weights are computed side by side; 0: dense weights are as good."""
+    """Return how many outputs of weights that are no integers are computed side by side; 0: dense ones are as good."""
     return 0
 
 
@@ -73,10 +73,11 @@ def float_product(
     weight: PackedWeight,
     out: Tensor,  # [T, width]
     *,
-    bias: Tensor | None = None,  # [width]
+    bias: Tensor | None = None,  # float32 [width]
     adds: bool = False,
 ) -> None:
     """Multiply, with or without bias; or add to what is in `out`."""
+    x = x.float() if x.dtype == torch.bfloat16 else x
     product = F.linear(x, weight.dense().to(x.dtype), bias)
     out.copy_(out + product if adds else product)
 

@@ -16,6 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from engine.models import Decoder
+from engine.native.registry import layer_kernels
+
 CLASSES: dict[str, tuple[type, type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -50,6 +53,14 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
             parameter.copy_(parameter.bfloat16())
     return model
+
+
+def holds_once(decoder: Decoder, model: PreTrainedModel) -> bool:
+    """Tell whether the decoder holds the model's float32 weights once, but for what fills up the kernels' panels."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    panel = layer_kernels(decoder.config, decoder.device).float_panel()
+    row_bytes = sum(4 * parameter.shape[1] for parameter in model.parameters() if parameter.ndim == 2)
+    return size <= decoder.weight_bytes <= size + panel * row_bytes
 
 
 def save_tiny_model(path: Path, name: str, **changes: Any) -> PreTrainedModel:

@@ -151,45 +151,77 @@ def test_int8_products_of_other_machines_are_exact_too(flag, panel, tmp_path, mo
     check_product(70, 136, 1096, torch.bfloat16, 1, False, False)
 
 
-@pytest.mark.skipif(ops.library() is None or not ops.float_panel(), reason="torch multiplies floats here")
-@given(
-    num_rows=st.integers(1, 210),
-    num_panels=st.integers(1, 20),
-    depth=st.integers(1, 1300),
-    seed=st.integers(0, 100),
-    form=st.sampled_from(("plain", "bias", "adds")),
-    is_bf16=st.booleans(),
-)
-@settings(max_examples=40, deadline=None)
-def test_float_products_are_the_twins_and_a_row_is_the_same_among_any(
-    num_rows, num_panels, depth, seed, form, is_bf16
-):
-    x, weight = (make((n, depth), torch.float32, seed) for n in (num_rows, 16 * num_panels))
-    if is_bf16:
-        weight = weight.bfloat16().float()
-    packed = pack_weight(weight, ops.float_panel(), torch.bfloat16 if is_bf16 else torch.float32)
-    bias = make((len(weight),), torch.float32, seed) if form == "bias" else None
+FLOAT, HALF = DTYPES
+KINDS = [(FLOAT, FLOAT, FLOAT), (FLOAT, HALF, FLOAT), (HALF, HALF, HALF), (HALF, HALF, FLOAT)]
 
-    def product(x: torch.Tensor, module=ops, dtype=torch.float32) -> torch.Tensor:
-        out = torch.ones(len(x), len(weight), dtype=dtype)
-        x, added = (part if part is None else part.to(dtype) for part in (x, bias))
-        module.float_product(x, packed, out, bias=added, adds=form == "adds")
+
+def check_float_product(num_rows, width, depth, kind, form, seed) -> torch.Tensor:
+    """Compare a product of rows and weights of some types with exact ones, and each row with itself alone."""
+    x_dtype, weight_dtype, out_dtype = kind
+    x, weight = (
+        make((n, depth), dtype, seed)
+        for n, dtype in zip((num_rows, width), (x_dtype, weight_dtype), strict=True)
+    )
+    packed = pack_weight(weight, ops.float_panel(), weight_dtype)
+    bias = make((width,), torch.float32, seed) if "bias" in form else None
+    before = make((num_rows, width), out_dtype, seed + 1)
+
+    def product(rows: slice) -> torch.Tensor:
+        out = before[rows].clone()
+        ops.float_product(x[rows], packed, out, bias=bias, adds="adds" in form)
         return out
 
-    out, exact = product(x), product(x, torch_twin, torch.float64)
-    # what rounding each addition can cost at most
-    assert bool(((out - exact).abs() <= 6e-8 * (depth + 2) * (x.abs() @ weight.abs().T + 10)).all())
-    before = torch.get_num_threads()
+    out, exact = product(slice(None)), before.double()
+    torch_twin.float_product(
+        x.double(), packed, exact, bias=None if bias is None else bias.double(), adds="adds" in form
+    )
+    # what rounding each addition, and then the sum, can cost at most
+    bound = 6e-8 * (depth + 3) * (x.float().abs() @ weight.float().abs().T + 20)
+    bound += exact.abs() * torch.finfo(out_dtype).eps / 2 * 1.01
+    assert bool(((out - exact).abs() <= bound).all())
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert torch.equal(product(x), out)
+        assert torch.equal(product(slice(None)), out)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
     row = seed % num_rows
-    assert torch.equal(product(x[row : row + 1]), out[row : row + 1])
-    assert torch.equal(packed.dense(), weight)
-    index = torch.tensor([0, len(weight) - 1, 9])
+    for rows in (slice(row, row + 1), slice(row, row + 9)):
+        assert torch.equal(product(rows), out[rows])
+    assert torch.equal(packed.dense(), weight.float())
+    index = torch.tensor([0, width - 1, width // 2])
     assert torch.equal(packed.rows(index), weight[index])
+    return out
+
+
+@pytest.mark.skipif(not ops.library() or not ops.float_panel(), reason="torch multiplies floats here")
+@given(
+    num_rows=st.integers(1, 210),
+    width=st.integers(1, 330),
+    depth=st.integers(1, 650).map(lambda n: 2 * n),
+    kind=st.sampled_from(KINDS),
+    form=st.sampled_from(("", "bias", "adds", "adds bias")),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_products_are_exact_but_for_rounding_and_a_row_is_the_same_among_any(**case):
+    check_float_product(**case)
+
+
+@pytest.mark.skipif(not ON_X86 or not ops.library() or not ops.float_panel(), reason="x86 vectors")
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f"])
+def test_products_of_lesser_machines_are_as_exact_and_those_of_float32_the_same(flag, tmp_path, monkeypatch):
+    """What runs without the instruction for bfloat16, and what runs on AVX2."""
+    shapes = [(1, 40, 64), (29, 331, 1300), (130, 64, 600)]
+    cases = [(*shape, kind, form, 3) for shape in shapes for kind in KINDS for form in ("bias", "adds")]
+    native = [check_float_product(*case) for case in cases]
+    built = build.compile_and_load(
+        build.find_compiler(), tmp_path, (flag,), sources=Path(ops.__file__).parent
+    )
+    monkeypatch.setattr(ops, "library", lambda: ops._declared(built))
+    found = [check_float_product(*case) for case in cases]
+    for out, expected, (_, _, _, (x_dtype, *_), *_) in zip(found, native, cases, strict=True):
+        assert x_dtype == HALF or torch.equal(out, expected)
 
 
 def test_weights_come_back_as_they_were_packed():
@@ -201,7 +233,7 @@ def test_weights_come_back_as_they_were_packed():
 
 
 @pytest.mark.parametrize("is_rotated", [False, True])
-@pytest.mark.parametrize(("dtype", "weight_quant"), [(torch.float32, None)] + [(d, "int8") for d in DTYPES])
+@pytest.mark.parametrize(("dtype", "weight_quant"), [(d, w) for d in DTYPES for w in (None, "int8")])
 @pytest.mark.parametrize(("name", "has_bias"), [("llama", True), ("qwen3", False)])
 def test_compiled_passes_are_the_kernels_one_by_one(
     tmp_path, name, has_bias, dtype, weight_quant, is_rotated
