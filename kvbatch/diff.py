@@ -75,7 +75,7 @@ def _side(run: RunDirectory, answered: "pl.DataFrame", suffix: str) -> dict[str,
 
     summary = load_summary(run.path)
     full, kept, prompt, completion = (answered[name + suffix].sum() for name in _COLUMNS[2:])
-    means = pl.read_parquet(run.quality) if run.quality.exists() else pl.DataFrame()
+    means = pl.read_parquet(run.quality) if run.holds(run.quality) else pl.DataFrame()
     return {name: summary.get(name) for name in _SUMMARY} | {
         "path": str(run.path),
         "kv_full_bytes": full,
