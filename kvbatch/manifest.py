@@ -129,7 +129,7 @@ class RunDirectory:
     @property
     def repair(self) -> str:
         """How a user repairs the run."""
-        return f"repair the run: kvbatch resume {self.path}"
+        return f"repair the run: kvbatch resume {self.path} (or make all of it again: kvbatch run --new-run)"
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the manifest.
@@ -164,21 +164,10 @@ class RunDirectory:
         Raises:
             InputError: It is not, or the manifest cannot be read.
         """
-        name, manifest = str(path.relative_to(self.path)), self.read_manifest()
-        found = manifest.get("files", {}) | self.read_summary().get("files", {})
-        if name not in found and manifest["format"] > 1:
-            raise Damaged(path, "is described by no record", self.repair)
+        name = str(path.relative_to(self.path))
+        found = self.read_manifest().get("files", {}) | self.read_summary().get("files", {})
         if name in found and (problem := file_problem(path, found[name], deep=True)):
             raise Damaged(path, problem, self.repair)
-
-    def holds(self, path: Path) -> bool:
-        """Tell whether a described file is there as it was written; raises `InputError` without a manifest."""
-        try:
-            self.check_file(path)
-        except Damaged:
-            self.read_manifest()
-            return False
-        return path.exists()
 
     def succeed(self) -> None:
         """Say that the run is complete."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
+from kvbatch.stats import read_stats
 from kvbatch.verify import find_problems
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     Args:
         measures: empty for a run that did not end.
     """
-    has_lanes = run.kv_lanes.exists() if measures else run.holds(run.kv_lanes)
-    figures = _figures(run) | _lane_figures(run.kv_lanes if has_lanes else None)
+    figures = _figures(run) | _lane_figures(run)
     manifest = run.read_manifest()
     seconds = measures.get("running_s")
     full_bytes = figures["kv_full_bytes"]
@@ -125,13 +125,13 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
     return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
 
 
-def _lane_figures(file: Path | None) -> dict[str, Any]:
-    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where there is no file."""
+def _lane_figures(run: RunDirectory) -> dict[str, Any]:
+    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where none counted."""
     import polars as pl
 
-    if file is None:
+    lanes = read_stats(run, run.kv_lanes)
+    if lanes is None:
         return {"kv_kept_tokens_ratio": None, "kv_bits_per_element": None, "kv_layers": []}
-    lanes = pl.read_parquet(file)
     kept = lanes["tokens_kept"].sum()
     parts = [
         getattr(pl.col(name), part)().alias(f"{name}_{part}")
@@ -232,7 +232,6 @@ def render(summary: dict[str, Any]) -> str:
     lines.append(("output", f"{s['output']}/part-*.parquet"))
     if s["page"]:
         lines.append(("page", s["page"]))
-    lines += [("damaged", problem) for problem in s.get("problems", ())]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,6 +13,8 @@ from kvbatch.manifest import RunDirectory
 from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from engine.monitoring import Monitor
     from kvcache.monitoring import LaneUsage
 
@@ -85,6 +88,23 @@ def kept_stats(
             note(f"warning: {error}")
             path.unlink(missing_ok=True)
     return kept
+
+
+def read_stats(run: RunDirectory, path: Path, columns: list[str] | None = None) -> "pl.DataFrame | None":
+    """Return a table of a run that reports show; None if it is not there, or not as it was written.
+
+    Raises:
+        InputError: The manifest cannot be read.
+    """
+    import polars as pl
+
+    run.read_manifest()
+    try:
+        run.check_file(path)
+        with opened_table(path, run.repair) as file:
+            return pl.from_arrow(file.read(columns))
+    except Damaged:
+        return None
 
 
 def lane_rows(usage: "LaneUsage") -> list[dict[str, Any]]:

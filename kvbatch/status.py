@@ -70,7 +70,6 @@ def render_status(status: dict[str, Any]) -> str:
     if s["state"] == "stopped":
         lines.append(("continue", f"kvbatch resume {s['run']}"))
     lines.append(("output", f"{s['output']}/part-*.parquet"))
-    lines += [("damaged", problem) for problem in s["problems"]]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ def status(run_path: Path, as_json: bool) -> int:
 
     found = load_status(run_path)
     click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
-    return _code(found)
+    return _told(found["problems"])
 
 
 @click.command()
@@ -37,13 +36,13 @@ def report(run_path: Path, as_json: bool) -> int:
     summary = load_summary(run_path, deep=True)
     if as_json:
         click.echo(json.dumps(summary, ensure_ascii=False))
-        return _code(summary)
+        return _told(summary["problems"])
     try:
         if not summary["problems"]:  # a page that lacks rows is worse than that of yesterday
             summary["page"] = str(write_page(open_run(run_path)))
     finally:  # the summary can be told of a run whose directory cannot be written
         click.echo(render(summary))
-    return _code(summary)
+    return _told(summary["problems"])
 
 
 @click.command()
@@ -100,9 +99,11 @@ def verify(run_path: Path, as_json: bool) -> int:
 
     found = verified(run_path)
     click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_verified(found))
-    return _code(found)
-
-
-def _code(found: dict[str, Any]) -> int:
-    """Return the exit code of what was found of a run, which may be damaged."""
     return InputError.exit_code if found["problems"] else 0
+
+
+def _told(problems: list[str]) -> int:
+    """Say on stderr what is wrong with a run, and return the exit code."""
+    for problem in problems:
+        click.echo(f"kvbatch: {problem}", err=True)
+    return InputError.exit_code if problems else 0

@@ -8,6 +8,7 @@ import polars as pl
 
 from kvbatch.manifest import RunDirectory
 from kvbatch.run_rows import read_rows
+from kvbatch.stats import read_stats
 
 NUM_INTERVALS = 160  # of the time line: as many as a plot has room for
 NUM_CLASSES = 24  # of lengths
@@ -35,7 +36,7 @@ def compute(run: RunDirectory) -> dict[str, Any]:
 
 
 def _read(run: RunDirectory, path: Path, columns: list[str] | None = None) -> pl.DataFrame | None:
-    frame = pl.read_parquet(path, columns=columns) if run.holds(path) else None
+    frame = read_stats(run, path, columns)
     return frame if frame is not None and len(frame) else None
 
 
