@@ -7,6 +7,7 @@ Imports neither torch nor transformers: whether something is new must be known a
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from kvbatch.corpus.fields import FieldTypes
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.fingerprint import changes
 from kvbatch.job import Job
-from kvbatch.manifest import PLAN_NAME, RunDirectory, describe_files, describe_run, may_now_fit
+from kvbatch.manifest import RunDirectory, describe_files, describe_run, job_runs, may_now_fit
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
 
@@ -83,10 +84,17 @@ def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
     """
     found: list[str] = []
     for run, manifest in _runs(job):
-        if _answers(manifest.get("semantic", {})) == _answers(semantic):
-            found.append(str(run.path))
-            if run.is_success:
-                break
+        if _answers(manifest.get("semantic", {})) != _answers(semantic):
+            continue
+        try:
+            if "plan" in manifest:
+                run.check_file(run.plan)
+        except InputError as error:
+            logging.getLogger(__name__).warning("warning: no row of %s is carried over: %s", run.path, error)
+            continue
+        found.append(str(run.path))
+        if run.is_success:
+            break
     return Carry(tuple(found)) if found else None
 
 
@@ -107,17 +115,11 @@ def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
 
 def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
     """Yield the job's runs, the newest first, with their manifests."""
-    made = [
-        (path.stat().st_mtime_ns, path.parent)
-        for path in Path(job.output_dir).glob("*/manifest.json")
-        if not path.parent.is_symlink() and path.parent.name != PLAN_NAME
-    ]
-    for _, path in sorted(made, reverse=True):
-        run = RunDirectory(path)
+    for run in job_runs(Path(job.output_dir)):
         try:
             yield run, run.read_manifest()
-        except InputError:
-            continue  # damaged: nothing is taken from it
+        except InputError as error:
+            logging.getLogger(__name__).warning("warning: nothing is taken from it: %s", error)
 
 
 def _has_same_rows(manifest: dict[str, Any], job: Job, corpus: Corpus) -> bool:

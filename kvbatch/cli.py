@@ -54,5 +54,6 @@ for _command in (
     after.report,
     after.diff,
     after.export,
+    after.verify,
 ):
     cli.add_command(_command)

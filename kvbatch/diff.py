@@ -7,6 +7,7 @@ from kvbatch.manifest import RunDirectory
 from kvbatch.progress import format_bytes
 from kvbatch.report import load_summary
 from kvbatch.run_rows import read_rows
+from kvbatch.stats import read_stats
 
 if TYPE_CHECKING:
     import polars as pl
@@ -71,18 +72,18 @@ def _rows(run: RunDirectory) -> "pl.DataFrame":
 
 
 def _side(run: RunDirectory, answered: "pl.DataFrame", suffix: str) -> dict[str, Any]:
-    import polars as pl
-
     summary = load_summary(run.path)
     full, kept, prompt, completion = (answered[name + suffix].sum() for name in _COLUMNS[2:])
-    means = pl.read_parquet(run.quality) if run.quality.exists() else pl.DataFrame()
+    means = read_stats(run, run.quality)
     return {name: summary.get(name) for name in _SUMMARY} | {
         "path": str(run.path),
         "kv_full_bytes": full,
         "kv_kept_bytes": kept,
         "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "quality": {name: means[name].mean() for name in _MEASURES if name in means.columns},
+        "quality": {
+            name: means[name].mean() for name in _MEASURES if means is not None and name in means.columns
+        },
     }
 
 

@@ -1,18 +1,18 @@
 """Rows that earlier runs did: found by their id and content, copied into the output of a new run."""
 
 import hashlib
+import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from kvbatch.carry import Carry
-from kvbatch.commit import finished_rows, is_committed
-from kvbatch.errors import InputError, JobChanged
+from kvbatch.commit import finished_rows, is_committed, planned_shards, shard_table
+from kvbatch.errors import Damaged, InputError, JobChanged
 from kvbatch.manifest import RunDirectory
 from kvbatch.shard import OUTPUT_FIELDS
 from kvbatch.wal import read_rows
@@ -32,10 +32,11 @@ class EarlierRows:
 
     def __init__(self, carry: Carry):
         self._carry = carry
+        columns = ["kvb_status", "kvb_finish_reason"]
         high, low, places = array("Q"), array("Q"), array("q")
         for number, run in enumerate(carry.directories):
             num_rows = 0
-            for planned, made in finished_rows(run, ["kvb_status", "kvb_finish_reason"]):
+            for planned, made in finished_rows(run, columns, self._note_damage):
                 num_rows += 1
                 is_redone = made["kvb_finish_reason"] in carry.redo or (
                     made["kvb_status"] == "error"
@@ -87,46 +88,88 @@ class EarlierRows:
         if self._carry.same_input and missing:
             raise self._changed(f"{missing:,} of its rows are gone")
 
+    def _note_damage(self, error: Damaged) -> None:
+        """Say that the rows of a shard are not carried; where they have to be, refuse."""
+        if self._carry.same_input:
+            raise error
+        logging.getLogger(__name__).warning("warning: its rows are done again: %s", error)
+
     def _changed(self, what: str) -> JobChanged:
         return JobChanged(
             f"the input changed since {self._carry.runs[0]}: {what}; run the job with input.incremental=true instead"
         )
 
 
-def copy_rows(carry: Carry, places: Sequence[Place]) -> list[dict[str, Any]]:
-    """Return the output columns of rows of earlier runs, in the order of `places`.
+class CarriedRows:
+    """Copy rows of earlier runs; a shard is proved to be whole when it is first read."""
+
+    def __init__(self, carry: Carry):
+        self._carry = carry
+        self._shard_rows: dict[int, int] = {}
+        self._whole: set[tuple[int, int]] = set()
+
+    def copy(self, places: Sequence[Place]) -> list[dict[str, Any]]:
+        """Return the output columns of rows, in the order of `places`.
+
+        Raises:
+            InputError: A shard of theirs is gone or damaged.
+        """
+        wanted: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for position, (number, index) in enumerate(places):
+            shard, place = divmod(index, self._rows_a_shard(number))
+            wanted[number, shard].append((position, place))
+        rows: list[dict[str, Any]] = [{}] * len(places)
+        for (number, shard), pairs in wanted.items():
+            found = self._read(number, shard, [place for _, place in pairs])
+            for (position, _), row in zip(pairs, found, strict=True):
+                rows[position] = row
+        return rows
+
+    def _rows_a_shard(self, number: int) -> int:
+        if number not in self._shard_rows:
+            manifest = self._carry.directories[number].read_manifest()
+            self._shard_rows[number] = manifest["operational"]["output.shard_rows"]
+        return self._shard_rows[number]
+
+    def _read(self, number: int, shard: int, places: list[int]) -> list[dict[str, Any]]:
+        run = self._carry.directories[number]
+        try:
+            if is_committed(run, shard, deep=(number, shard) not in self._whole):
+                self._whole.add((number, shard))
+                return shard_table(run, shard, pa.schema(OUTPUT_FIELDS).names).take(places).to_pylist()
+            finished = read_rows(run.wal_file(shard), OUTPUT_FIELDS)
+            return [finished[place] for place in places]
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise Damaged(
+                run.shard_file(shard),
+                "is missing or damaged, and rows of it are to be carried over",
+                f"make it again: kvbatch resume {run.path}, or start afresh: kvbatch run --new-run",
+            ) from error
+
+
+def can_carry(run: RunDirectory) -> bool:
+    """Tell whether the rows that a planned run still has to carry over are where its plan says.
 
     Raises:
-        InputError: A shard of theirs is gone or damaged.
+        InputError: Its manifest or plan cannot be read.
     """
-    wanted: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    shard_rows = [
-        run.read_manifest()["operational"]["output.shard_rows"] if run.manifest.exists() else 1
-        for run in carry.directories
-    ]
-    for position, (number, index) in enumerate(places):
-        shard, place = divmod(index, shard_rows[number])
-        wanted[number, shard].append((position, place))
-    rows: list[dict[str, Any]] = [{}] * len(places)
-    for (number, shard), pairs in wanted.items():
-        found = _shard_rows(carry.directories[number], shard, [place for _, place in pairs])
-        for (position, _), row in zip(pairs, found, strict=True):
-            rows[position] = row
-    return rows
-
-
-def _shard_rows(run: RunDirectory, shard: int, places: list[int]) -> list[dict[str, Any]]:
-    file = run.shard_file(shard)
+    carry = Carry.of(run)
+    if not carry.runs or "plan" not in run.read_manifest():
+        return True
+    carried = CarriedRows(carry)
     try:
-        if is_committed(run, shard):
-            with pq.ParquetFile(file) as parquet:
-                return parquet.read(pa.schema(OUTPUT_FIELDS).names).take(places).to_pylist()
-        finished = read_rows(run.wal_file(shard), OUTPUT_FIELDS)
-        return [finished[place] for place in places]
-    except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(
-            f"{file}, rows of which are carried over, is gone or damaged ({error}); kvbatch run --new-run starts afresh"
-        ) from error
+        for number, rows in enumerate(planned_shards(run, ["carried_run", "carried_index"])):
+            if not is_committed(run, number):
+                carried.copy(list(_places(rows)))
+    except Damaged as error:
+        if error.path == run.plan:
+            raise
+        return False
+    return True
+
+
+def _places(rows: Iterable[dict[str, Any]]) -> Iterable[Place]:
+    return ((row["carried_run"], row["carried_index"]) for row in rows if row["carried_run"] is not None)
 
 
 def _key(row_id: str, content: str | None) -> tuple[int, int]:

@@ -4,6 +4,7 @@ KvbatchError            70  internal: a rerun may succeed
 ├── Skipped              0  another run of the job goes on, and that is no failure
 ├── LimitExceeded       65  finished, but over a limit
 ├── InputError          66  input missing or unreadable
+│   └── Damaged         66  a file of a run is not what was written
 ├── ModelUnavailable    69  model or device unavailable
 ├── OutputError         73  cannot write
 ├── Interrupted         75  stopped by a signal, a deadline or a lock; a rerun continues
@@ -34,6 +35,20 @@ class InputError(KvbatchError):
     """An input file or directory is missing or cannot be read at all."""
 
     exit_code = 66
+
+
+class Damaged(InputError):
+    """A file of a run directory is missing or not what was written.
+
+    Args:
+        path: of the file.
+        problem: what is wrong with it.
+        remedy: what the user can do.
+    """
+
+    def __init__(self, path: object, problem: str, remedy: str):
+        super().__init__(f"{path} {problem}; {remedy}")
+        self.path, self.problem, self.remedy = path, problem, remedy
 
 
 class ModelUnavailable(KvbatchError):

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.carry import Carry, carried_by_default, check_model
+from kvbatch.checked_file import describe_file
 from kvbatch.errors import InputError, JobChanged, LimitExceeded
 from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
@@ -21,9 +22,9 @@ from kvbatch.manifest import (
     plan_directory,
 )
 from kvbatch.progress import Progress, counted, format_bytes
+from kvbatch.record import write_record
 from kvbatch.runlog import RunLog
 from kvbatch.stop import Stopper
-from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, EngineStats
@@ -48,6 +49,7 @@ class JobRunner:
 
     engine_config: "EngineConfig"
     budget: "Budget"
+    check_lock: Callable[[], None] = staticmethod(lambda: None)  # raises where another process may have begun
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class JobRunner:
             JobChanged: It holds finished rows, and what decides the output is not what it was.
             InputError: An input file or the run cannot be read.
         """
-        from kvbatch.commit import finished_rows
+        from kvbatch.commit import has_finished_rows
+        from kvbatch.earlier_rows import can_carry
 
         found = run.read_manifest()
         if "semantic" not in found:
@@ -128,12 +131,14 @@ class JobRunner:
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
         lines = changed_keys + input_changes(found, self._input_hashes)
+        # a new run carries over what this one finished
+        builds_upon = not insists and self.job.input.incremental
         if not lines:
-            return True
-        if not insists and (run.is_ended or next(finished_rows(run), None) is None):
+            return not builds_upon or can_carry(run)
+        if builds_upon and not changed_keys:
             return False
-        if not insists and self.job.input.incremental and not changed_keys:
-            return False  # a new run carries over what this one finished
+        if not insists and (run.is_ended or not has_finished_rows(run)):
+            return False
         raise JobChanged(
             f"{run.path} cannot be continued, since what decides its output changed:\n  "
             + "\n  ".join(lines)
@@ -173,9 +178,11 @@ class JobRunner:
     def find_plan(self) -> RunDirectory | None:
         """Return what `kvbatch plan` left for this very job, its input and what it carries over, if it left that."""
         planned = plan_directory(self.job)
-        if not planned.manifest.exists():
+        try:
+            found = planned.read_manifest()
+            planned.check_file(planned.plan)
+        except InputError:  # there is none, or none that can be used
             return None
-        found = planned.read_manifest()
         fits = "plan" in found and found.get("operational") == self.fingerprint.operational
         fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
         return planned if fits and self.may_continue(planned, insists=False) else None
@@ -183,10 +190,13 @@ class JobRunner:
     def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
         """Plan, load and run the job into a run directory; raises as `run_job`."""
         from kvbatch import report
+        from kvbatch.repair import check_whole, restore_files
         from kvbatch.shard_loop import ShardLoop
         from kvbatch.speed import keep_speed
-        from kvbatch.stats import write_stats
+        from kvbatch.stats import kept_stats, write_stats
 
+        before = run.read_summary()
+        restore_files(self, run)
         self._guard(run, log)
         plan, recovered = self._plan(run, log)
         llm = None
@@ -199,18 +209,21 @@ class JobRunner:
         if not recovered.is_whole:
             ShardLoop(self, run, log, llm, recovered).run(plan)
         self.progress.end()
+        self.check_lock()
         if llm:
-            write_stats(llm.monitor, run)
+            files = write_stats(llm.monitor, run)
             keep_speed(self, llm.monitor.speed, self.progress.phase_s["running"])
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds) | {"continued_rows": recovered.num_finished}
-        if recovered.is_whole:  # nothing was done; what was measured when it was stays
-            measures |= {key: value for key, value in run.read_summary().items() if key in measures}
+        if not llm:  # nothing was computed; what was measured when it was stays
+            measures |= {key: value for key, value in before.items() if key in measures}
+            files = kept_stats(run, before.get("files", {}), self.progress.note)
+        check_whole(run)
         summary = report.summarise(run, measures)
         problem = over_limits(self.job.limits, summary)
         if problem:
             summary |= {"status": "over_limits", "over_limits": problem}
-        write_json(run.summary, summary)
+        write_record(run.summary, summary | {"files": files})
         self._write_page(run, log)
         if problem:
             raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
@@ -250,10 +263,13 @@ class JobRunner:
             found = asdict(verdict)
             log.event("judged", **found)
             self.progress.note(f"quality: {verdict}")
-            manifest = run.read_manifest() | {"quality": found}
+            manifest = run.read_manifest()
+            if run.quality.exists():
+                manifest["files"]["stats/quality.parquet"] = describe_file(run.quality)
+            manifest["quality"] = found
             if found["problems"] and guard.action == "fallback_full":
                 manifest.pop("plan", None)  # one made beforehand is of the compressed cache
-            write_json(run.manifest, manifest)
+            run.write_manifest(manifest)
         self.manifest["quality"] = found
         if not found["problems"]:
             return
@@ -276,6 +292,7 @@ class JobRunner:
         """Plan the run, or read the plan it has and what was finished by it."""
         from kvbatch.plan import PlanSummary
         from kvbatch.recovery import recover
+        from kvbatch.repair import restore_plan
 
         self.progress.start("planning")
         manifest = run.read_manifest()
@@ -290,6 +307,7 @@ class JobRunner:
                 bins=plan.num_bins,
             )
             return plan, recover(run)
+        restore_plan(self, run)
         plan, recovered = PlanSummary(**manifest["plan"]), recover(run)
         log.event("continued", finished=recovered.num_finished, left=recovered.num_left)
         if recovered.num_finished:
@@ -303,7 +321,7 @@ class JobRunner:
         return plan, recovered
 
     def make_plan(self, run: RunDirectory, known_tokens: Mapping[str, int] | None = None) -> "PlanSummary":
-        """Plan the corpus into a directory.
+        """Plan the corpus into a directory, and keep the plan in its manifest.
 
         Args:
             known_tokens: see `Planner`.
@@ -313,6 +331,24 @@ class JobRunner:
             InputError: An input file cannot be read.
             OutputError: The directory cannot be written.
         """
+        plan, files = self.write_plan(run, known_tokens)
+        before = run.read_manifest()
+        planned = {
+            "plan": asdict(plan),
+            "num_rows": plan.num_rows,
+            "text_sha256": plan.text_hashes,
+            "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
+            "carry": before["carry"],
+            "files": before.get("files", {}) | files,
+        }
+        kept = {key: before[key] for key in ("run_id", "number") if key in before}
+        run.write_manifest(self.manifest | kept | planned)
+        return plan
+
+    def write_plan(
+        self, run: RunDirectory, known_tokens: Mapping[str, int] | None = None
+    ) -> tuple["PlanSummary", dict[str, Any]]:
+        """Write the plan's files; return what they come to, and what describes them; raises as `make_plan`."""
         from kvbatch.earlier_rows import EarlierRows
         from kvbatch.plan import Planner
 
@@ -325,15 +361,7 @@ class JobRunner:
             self.progress.note(f"warning: {warning}")
         if plan.num_rows:
             check_prompt_columns(self.job, self.corpus.passthrough_schema.names)
-        planned = {
-            "plan": asdict(plan),
-            "num_rows": plan.num_rows,
-            "text_sha256": plan.text_hashes,
-            "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
-            "carry": carry.to_dict(),
-        }
-        write_json(run.manifest, self.manifest | {"run_id": run.run_id} | planned)
-        return plan
+        return plan, planner.files
 
     def _measures(self, plan: "PlanSummary", llm: "LLM | None", seconds: dict[str, float]) -> dict[str, Any]:
         stats = llm.stats() if llm else None

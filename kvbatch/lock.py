@@ -46,8 +46,33 @@ class Holder:
         return f"kvbatch {self.command}, process {self.pid or 'unknown'}"
 
 
+@dataclass(frozen=True)
+class HeldLock:
+    """Tell whether a lock still keeps others out: whoever removes `LOCK` lets them in."""
+
+    path: Path
+    handle: int
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the file is still the one that was locked."""
+        return _is_same_file(self.handle, self.path)
+
+    def check(self) -> None:
+        """Prove it.
+
+        Raises:
+            Interrupted: It was removed or replaced.
+        """
+        if not self.is_held:
+            raise Interrupted(
+                f"{self.path} was removed or replaced while this process held it, so that another one may have "
+                "begun; nothing more is written, finished rows are kept, start again to continue"
+            )
+
+
 @contextmanager
-def job_lock(home: Path, if_locked: IfLocked, command: str = "run") -> Iterator[None]:
+def job_lock(home: Path, if_locked: IfLocked, command: str = "run") -> Iterator[HeldLock]:
     """Hold a job's directory, which is made if need be.
 
     Args:
@@ -59,14 +84,14 @@ def job_lock(home: Path, if_locked: IfLocked, command: str = "run") -> Iterator[
         OutputError: The lock cannot be written.
     """
     path = home / "LOCK"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; change output.dir") from error
+    handle = _open(path)
     try:
         given_up_s = time.monotonic() + if_locked.wait_s
-        while not _try_lock(handle, path):
+        while not (_try_lock(handle, path) and _is_same_file(handle, path)):
+            if not _is_same_file(handle, path):  # removed since it was opened
+                os.close(handle)
+                handle = _open(path)
+                continue
             if time.monotonic() >= given_up_s:
                 message = f"{home} is held by {_read(handle)}"
                 if if_locked.skips:
@@ -75,7 +100,7 @@ def job_lock(home: Path, if_locked: IfLocked, command: str = "run") -> Iterator[
             time.sleep(_POLL_INTERVAL_S)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()} {command}\n".encode(), 0)
-        yield
+        yield HeldLock(path, handle)
     finally:
         os.close(handle)  # frees the lock; the file stays, since a waiting process may have it open
 
@@ -92,6 +117,21 @@ def lock_holder(home: Path) -> Holder | None:
         return None
     finally:
         os.close(handle)
+
+
+def _open(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; change output.dir") from error
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False
 
 
 def _read(handle: int) -> Holder:

@@ -4,11 +4,11 @@ Imports neither torch nor transformers: whether something is new must be known a
 """
 
 import hashlib
-import json
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbatch import __version__
+from kvbatch.checked_file import file_problem
 from kvbatch.config import to_yaml
-from kvbatch.errors import InputError, OutputError
+from kvbatch.errors import Damaged, InputError, OutputError
 from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
-from kvbatch.writer import atomic_file, fsync_directory, write_json, write_text
+from kvbatch.record import FORMAT, read_record, write_record
+from kvbatch.writer import described_file, fsync_directory, write_text
 
-MANIFEST_FORMAT = 1
 PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
 MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
@@ -43,6 +44,16 @@ class RunDirectory:
     def manifest(self) -> Path:
         """What was run, on what, by which versions."""
         return self.path / "manifest.json"
+
+    @property
+    def job_file(self) -> Path:
+        """The job with all defaults, as it was run."""
+        return self.path / "job.resolved.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What every row will cost; `kvbatch.plan` owns its content."""
+        return self.path / "plan.parquet"
 
     @property
     def summary(self) -> Path:
@@ -115,27 +126,55 @@ class RunDirectory:
         """Whether nothing is left to run, whatever the end."""
         return self.read_summary().get("status") in ("complete", "over_limits")
 
+    @property
+    def repair(self) -> str:
+        """How a user repairs the run."""
+        return f"repair the run: kvbatch resume {self.path} (or make all of it again: kvbatch run --new-run)"
+
     def read_manifest(self) -> dict[str, Any]:
         """Return the manifest.
 
         Raises:
-            InputError: It is missing or damaged.
+            InputError: It is missing, damaged or of a newer release.
         """
-        try:
-            return json.loads(self.manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.path} is no run directory: {error}") from error
+        remedy = (
+            f"nothing of {self.path} can be relied on without it: remove that directory, "
+            "or start afresh: kvbatch run --new-run"
+        )
+        found = read_record(self.manifest, remedy)
+        if not found.keys() >= _NEEDED:
+            raise Damaged(self.manifest, "is damaged: it is no manifest", remedy)
+        return found
+
+    def write_manifest(self, values: Mapping[str, Any]) -> None:
+        """Write the manifest, first what orders it among others; raises as `atomic_file`."""
+        head = {key: values[key] for key in ("run_id", "number", "created") if key in values}
+        write_record(self.manifest, head | dict(values))
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary that was written at the end; empty if there is none that can be read."""
         try:
-            return json.loads(self.summary.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_record(self.summary, self.repair)
+        except InputError:
             return {}
+
+    def check_file(self, path: Path) -> None:
+        """Prove that a file is the one that the manifest or the summary describes, if it was described then.
+
+        Raises:
+            InputError: It is not, or the manifest cannot be read.
+        """
+        name = str(path.relative_to(self.path))
+        found = self.read_manifest().get("files", {}) | self.read_summary().get("files", {})
+        if name in found and (problem := file_problem(path, found[name], deep=True)):
+            raise Damaged(path, problem, self.repair)
 
     def succeed(self) -> None:
         """Say that the run is complete."""
         write_text(self.path / "_SUCCESS", "")
+
+
+_NEEDED = {"format", "job", "created", "config_hash", "input_files"}
 
 
 def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
@@ -145,6 +184,9 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
         OutputError: It cannot be made.
     """
     home = Path(job.output_dir)
+    latest = home / "latest"
+    if latest.is_dir() and not latest.is_symlink():
+        raise OutputError(f"{latest} is a directory, no link to a run; move it away")
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     salt = hashlib.sha256(f"{config_hash(job)}{os.getpid()}{os.urandom(8).hex()}".encode()).hexdigest()[:6]
     run = RunDirectory(home / f"{stamp}-{salt}")
@@ -153,10 +195,29 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
             (run.path / name).mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    write_text(run.path / "job.resolved.yaml", to_yaml(job))
-    write_json(run.manifest, manifest | {"run_id": run.run_id})
+    number = 1 + max((_number(each) for each in job_runs(home)), default=0)
+    files = {run.job_file.name: keep_job(run, job)}
+    run.write_manifest(manifest | {"run_id": run.run_id, "number": number, "files": files})
     _point_latest(home, run.run_id)
     return run
+
+
+def keep_job(run: RunDirectory, job: Job) -> dict[str, Any]:
+    """Write down the job with all defaults and return what describes the file; raises as `atomic_file`."""
+    with described_file(run.job_file) as (stream, facts):
+        stream.write(to_yaml(job).encode())
+    return facts
+
+
+def check_job_file(run: RunDirectory) -> None:
+    """Prove that a run's job is as it was kept.
+
+    Raises:
+        InputError: It is not, or the manifest cannot be read.
+    """
+    facts = run.read_manifest().get("files", {}).get(run.job_file.name)
+    if facts and (problem := file_problem(run.job_file, facts)):
+        raise Damaged(run.job_file, problem, "kvbatch run with the job file writes it again")
 
 
 def plan_directory(job: Job) -> RunDirectory:
@@ -170,15 +231,23 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     Raises:
         OutputError: The run directory cannot be written.
     """
+    found = planned.read_manifest()
+    files = dict(run.read_manifest()["files"])
     try:
-        for name in ("plan.parquet", "stats/bins.parquet"):
-            with atomic_file(run.path / name) as stream, (planned.path / name).open("rb") as source:
-                shutil.copyfileobj(source, stream)
+        for name, facts in found["files"].items():
+            if name != run.job_file.name:
+                with (
+                    described_file(run.path / name) as (stream, copied),
+                    (planned.path / name).open("rb") as source,
+                ):
+                    shutil.copyfileobj(source, stream)
+                if copied["sha256"] != facts["sha256"]:
+                    raise Damaged(planned.path / name, "is damaged", f"remove {planned.path} and start again")
+                files[name] = facts | copied
     except FileNotFoundError as error:
         raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
-    found = planned.read_manifest()
     adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}
-    write_json(run.manifest, run.read_manifest() | adopted)
+    run.write_manifest(run.read_manifest() | adopted | {"files": files})
 
 
 def _point_latest(home: Path, run_id: str) -> None:
@@ -195,10 +264,10 @@ def _point_latest(home: Path, run_id: str) -> None:
 def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
     """Return what a manifest says before anything was read: fingerprints and versions."""
     return {
-        "format": MANIFEST_FORMAT,
+        "format": FORMAT,
         "kvbatch": __version__,
         "job": job.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "config_hash": config_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
@@ -222,28 +291,30 @@ def describe_model_files(spec: str) -> list[dict[str, Any]]:
 
 
 def find_unfinished_run(job: Job) -> RunDirectory | None:
-    """Return the latest run if it did not come to a good end and can be read."""
-    run = _followed(Path(job.output_dir) / "latest")
-    if run.is_success:
+    """Return the latest run if it did not come to a good end.
+
+    Raises:
+        InputError: Its manifest cannot be read.
+    """
+    run = latest_run(Path(job.output_dir))
+    if run is None or run.is_success:
         return None
-    try:
-        return run if run.read_manifest()["format"] == MANIFEST_FORMAT else None
-    except (InputError, KeyError):
-        return None
+    run.read_manifest()
+    return run
 
 
 def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
     """Return the latest run if it succeeded on this very job, input, model and version.
 
     Files are read only where their size or time is not what it was: a touched file is the same file.
+
+    Raises:
+        InputError: Its manifest cannot be read.
     """
-    run = _followed(Path(job.output_dir) / "latest")
-    if not run.is_success:
+    run = latest_run(Path(job.output_dir))
+    if run is None or not run.is_success:
         return None
-    try:
-        found = run.read_manifest()
-    except InputError:
-        return None
+    found = run.read_manifest()
     wanted = describe_run(job, files)
     same = all(found.get(key) == wanted[key] for key in _IDENTITY) and "input_sha256" in found
     same = same and not input_changes(found, hash_files(files, found["input_files"], found["input_sha256"]))
@@ -267,26 +338,57 @@ def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
     return "over_budget" in run.read_summary().get("error_codes", {})
 
 
+def job_runs(home: Path) -> list[RunDirectory]:
+    """Return the runs of a job, the newest first: as they were numbered, whatever the clock said."""
+    made = [
+        RunDirectory(path.parent)
+        for path in home.glob("*/manifest.json")
+        if not path.parent.is_symlink() and path.parent.name not in (PLAN_NAME, "latest")
+    ]
+    return sorted(made, key=lambda run: (_number(run), _head(run, "created"), run.run_id), reverse=True)
+
+
+def latest_run(home: Path) -> RunDirectory | None:
+    """Return the run that `latest` points to; the newest if it points to none."""
+    link = home / "latest"
+    if link.is_symlink() and link.is_dir():
+        return RunDirectory(home / link.readlink())  # by its own name, as relative as the path was
+    return next(iter(job_runs(home)), None)
+
+
 def open_run(path: Path) -> RunDirectory:
-    """Return the run that a path names: a run directory, or a job's directory with its `latest`.
+    """Return the run that a path names: a run directory, or a job's directory with its latest run.
 
     Raises:
         InputError: There is no run, or it is a plan.
     """
-    for candidate in (path, path / "latest"):
-        if (candidate / "manifest.json").exists():
-            run = _followed(candidate)
-            if run.path.resolve().name == PLAN_NAME:
-                raise InputError(
-                    f"{path} is a plan, which kvbatch run begins with; for the job's latest run name {path.parent}"
-                )
-            return run
-    raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
+    if path.is_symlink() and path.is_dir():
+        path = path.parent / path.readlink()
+    run = RunDirectory(path) if (path / "manifest.json").exists() else latest_run(path)
+    if run is None:
+        if (path / "job.resolved.yaml").exists():
+            RunDirectory(path).read_manifest()
+        raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
+    if run.path.resolve().name == PLAN_NAME:
+        raise InputError(
+            f"{path} is a plan, which kvbatch run begins with; for the job's latest run name {path.parent}"
+        )
+    return run
 
 
-def _followed(path: Path) -> RunDirectory:
-    """Return the run that `latest` stands for by its own name, as relative as the path was."""
-    return RunDirectory(path.parent / path.readlink() if path.is_symlink() else path)
+def _number(run: RunDirectory) -> int:
+    return int(_head(run, "number") or 0)
+
+
+def _head(run: RunDirectory, key: str) -> str:
+    """Return a value from the beginning of a manifest, which may list thousands of input files."""
+    try:
+        with run.manifest.open("rb") as stream:
+            text = stream.read(1000).decode(errors="replace")
+    except OSError:
+        return ""
+    found = re.search(rf'^  "{key}": "?([^",\n]*)', text, re.MULTILINE)
+    return found[1] if found and (key != "number" or found[1].isdecimal()) else ""
 
 
 def _version(name: str) -> str | None:

@@ -27,7 +27,7 @@ from kvbatch.long_document import LongDocuments
 from kvbatch.prompt import Prompt, PromptBuilder
 from kvbatch.row_need import RowNeed, row_need
 from kvbatch.unique_ids import UniqueIds
-from kvbatch.writer import atomic_file, write_table
+from kvbatch.writer import described_file, write_table
 from kvcache.expected_pages import expected_pages
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Planner:
             int, tuple[Any, RowNeed]
         ] = {}  # prefix and need of the window's rows, by their index
         self.summary = PlanSummary()
+        self.files: dict[str, dict[str, Any]] = {}  # what describes the files that were written
         self._fullest_rows: list[dict[str, Any]] = []  # from the fullest bin on, in order
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
@@ -159,8 +160,8 @@ class Planner:
             OutputError: The run directory cannot be written.
         """
         with (
-            atomic_file(run_dir / "plan.parquet") as stream,
-            pq.ParquetWriter(stream, PLAN_SCHEMA, compression="zstd") as writer,
+            described_file(run_dir / "plan.parquet") as (stream, facts),
+            pq.ParquetWriter(stream, PLAN_SCHEMA, compression="zstd", write_page_checksum=True) as writer,
         ):
             for window in windows(documents, self._job.output.shard_rows):
                 rows = self.plan_window(window, on_rows)
@@ -171,7 +172,8 @@ class Planner:
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
         efficiency = [num_bytes / summary.pool_bytes for num_bytes in self._bins["predicted_kv_bytes"]]
         bins = pa.table({**self._bins, "packing_efficiency": efficiency}, BIN_SCHEMA)
-        write_table(bins, run_dir / "stats" / "bins.parquet")
+        self.files["stats/bins.parquet"] = write_table(bins, run_dir / "stats" / "bins.parquet")
+        self.files["plan.parquet"] = {"rows": summary.num_rows} | facts
         self._forecast_peak()
         return summary
 
@@ -395,8 +397,8 @@ class Planner:
 
 
 def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
-    """Yield the plan's rows, one list per shard."""
-    with pq.ParquetFile(run_dir / "plan.parquet") as file:
+    """Yield the plan's rows, one list per shard; `kvbatch.commit.planned_shards` proves first that it is whole."""
+    with pq.ParquetFile(run_dir / "plan.parquet", page_checksum_verification=True) as file:
         for shard in range(file.num_row_groups):
             yield file.read_row_group(shard, columns).to_pylist()
 

@@ -4,7 +4,6 @@ The plan stays beside the job's runs, and the next run of the same job and input
 taken from the last plan or run where that has them, by content.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from kvbatch.config import to_yaml
+from kvbatch.commit import planned_shards
 from kvbatch.errors import InputError, JobFileError, OutputError
 from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
-from kvbatch.manifest import RunDirectory, open_run, plan_directory
-from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary, read_plan
+from kvbatch.manifest import RunDirectory, keep_job, open_run, plan_directory
+from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary
 from kvbatch.progress import counted, format_bytes
+from kvbatch.record import read_record, write_record
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
 from kvbatch.template import parse_template
-from kvbatch.writer import write_json, write_text
 
 if TYPE_CHECKING:
     from kvbatch.stop import Stopper
@@ -138,8 +137,8 @@ def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
         (run.path / "stats").mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    write_text(run.path / "job.resolved.yaml", to_yaml(runner.job))
-    write_json(run.manifest, runner.manifest | {"run_id": run.run_id})
+    files = {run.job_file.name: keep_job(run, runner.job)}
+    run.write_manifest(runner.manifest | {"run_id": run.run_id, "files": files})
     runner.progress.start("planning")
     return runner.make_plan(run, known)
 
@@ -162,8 +161,9 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
         try:
             if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
                 continue
-            rows = pl.read_parquet(run.path / "plan.parquet", columns=["content", "outcome", "prompt_tokens"])
-        except (InputError, OSError, pl.exceptions.PolarsError):
+            run.check_file(run.plan)
+            rows = pl.read_parquet(run.plan, columns=["content", "outcome", "prompt_tokens"])
+        except InputError:
             continue
         rows = rows.filter((pl.col("outcome") == "fits") & pl.col("content").is_not_null())
         known |= dict(zip(rows["content"], rows["prompt_tokens"], strict=True))
@@ -196,7 +196,7 @@ def _compare(runner: JobRunner, other: Job, view: PlanView) -> PlanView:
         runner.engine_config, runner.budget = plan_memory(other, runner.model, runner.builder)
         planner = Planner(other, runner.builder, runner.budget, runner.model.config.max_context)
         rows: list[dict[str, Any]] = []
-        summary = planner.replan(_kept(read_plan(view.run.path), rows))
+        summary = planner.replan(_kept(planned_shards(view.run), rows))
         estimate = _estimate(runner, summary, view.run, rows)
         return replace(
             view,
@@ -269,7 +269,7 @@ def _calibrate(runner: JobRunner) -> None:
     results = {result.request_id: result for result in llm.generate(requests)}
     keep_speed(runner, llm.monitor.speed, time.perf_counter() - started_s, min_steps=1)
     answers = [results[i].completion_tokens for i in range(len(whole))]
-    write_json(_answers_file(runner), {"answer_tokens": fmean(answers)})
+    write_record(_answers_file(runner), {"answer_tokens": fmean(answers)})
 
 
 def _answers_file(runner: JobRunner) -> Path:
@@ -286,7 +286,7 @@ def _estimate(
     answer_tokens, basis = _answer_tokens(runner)
     if rows is None:
         rows = []
-        for _ in _kept(read_plan(run.path), rows):
+        for _ in _kept(planned_shards(run), rows):
             pass
     ordered = sorted(rows, key=lambda row: (row["shard"], row["order"]))[:MAX_FORECAST_ROWS]
     planner = Planner(runner.job, runner.builder, runner.budget, runner.model.config.max_context)
@@ -308,9 +308,9 @@ def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
     except InputError:
         pass
     try:
-        found = json.loads(_answers_file(runner).read_text(encoding="utf-8"))["answer_tokens"]
+        found = read_record(_answers_file(runner), "kvbatch plan --calibrate")["answer_tokens"]
         return min(most, found), "as in the calibration"
-    except (OSError, ValueError, KeyError):
+    except (InputError, KeyError):
         return float(most), "the most there may be"
 
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbatch.commit import is_committed
-from kvbatch.errors import OutputError
+import pyarrow as pa
+
+from kvbatch.commit import check_shard, planned_shards, shard_table
+from kvbatch.errors import Damaged, OutputError
 from kvbatch.manifest import RunDirectory
-from kvbatch.plan import read_plan
 from kvbatch.shard import OUTPUT_FIELDS
 from kvbatch.wal import read_rows
 
@@ -33,23 +34,35 @@ class Recovered:
 def recover(run: RunDirectory) -> Recovered:
     """Find the finished rows of a planned run, and remove whatever else a kill may have left of its shards.
 
+    A run that has come to its end, but lost rows since, is none that has from then on.
+
     Raises:
+        Damaged: The plan cannot be read.
         OutputError: The run directory cannot be written.
     """
     found = Recovered()
     try:
         for leftover in run.path.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        for number, planned in enumerate(read_plan(run.path, ["status"])):
+        for number, planned in enumerate(planned_shards(run, ["status"])):
             runs = {place for place, row in enumerate(planned) if row["status"] == "ok"}
-            if is_committed(run, number):
+            rows: dict[int, dict[str, Any]] = {}
+            try:
+                if check_shard(run, number, deep=True)["rows"] != len(planned):
+                    raise Damaged(run.commit_file(number), "does not fit the plan", run.repair)
                 run.wal_file(number).unlink(missing_ok=True)
                 found.committed.add(number)
                 found.num_finished += len(runs)
                 continue
-            for file in (run.commit_file(number), run.shard_file(number), run.deadletter_file(number)):
+            except Damaged as damaged:
+                if damaged.path == run.deadletter_file(number):  # the rows themselves are whole
+                    rows = dict(
+                        enumerate(shard_table(run, number, pa.schema(OUTPUT_FIELDS).names).to_pylist())
+                    )
+            for file in (run.path / "_SUCCESS", run.summary, run.commit_file(number), run.shard_file(number)):
                 file.unlink(missing_ok=True)
-            rows = read_rows(run.wal_file(number), OUTPUT_FIELDS, cut=True)
+            run.deadletter_file(number).unlink(missing_ok=True)
+            rows = rows or read_rows(run.wal_file(number), OUTPUT_FIELDS, cut=True)
             found.rows[number] = {place: row for place, row in rows.items() if place in runs}
             found.num_finished += len(found.rows[number])
             found.num_left += len(runs) - len(found.rows[number])

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
+from kvbatch.stats import read_stats
+from kvbatch.verify import find_problems
 
 if TYPE_CHECKING:
     import polars as pl
@@ -40,7 +42,7 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     Args:
         measures: empty for a run that did not end.
     """
-    figures = _figures(run) | _lane_figures(run.kv_lanes)
+    figures = _figures(run) | _lane_figures(run)
     manifest = run.read_manifest()
     seconds = measures.get("running_s")
     full_bytes = figures["kv_full_bytes"]
@@ -68,14 +70,20 @@ def _places(run: RunDirectory) -> dict[str, Any]:
     return {"output": str(run.shards), "page": str(run.page) if run.page.exists() else None}
 
 
-def load_summary(path: Path) -> dict[str, Any]:
-    """Return the summary of the run that a path names.
+def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
+    """Return the summary of the run that a path names; its `problems` are what is wrong with its files.
+
+    Args:
+        deep: see `find_problems`.
 
     Raises:
         InputError: There is no run.
     """
     run = open_run(path)
-    computed, saved = summarise(run, {}), run.read_summary()
+    problems = [str(problem) for problem in find_problems(run, deep=deep)]
+    computed, saved = summarise(run, {}) | {"problems": problems}, run.read_summary()
+    for key in ("format", "files"):
+        saved.pop(key, None)
     derived = set(computed) - {"status", "tokens_per_s", "generated_tokens_per_s"}
     return computed | {key: value for key, value in saved.items() if key not in derived}
 
@@ -98,7 +106,7 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
     for file in committed_files(run):
-        rows = _read(file)
+        rows = _read(file, run.repair)
         ran = rows.filter(rows["attempts"] > 0)
         own = ran.filter(ran["run_id"] == run.run_id)
         statuses = _counts(rows, "status")
@@ -117,13 +125,13 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
     return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
 
 
-def _lane_figures(file: Path) -> dict[str, Any]:
-    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where there is no file."""
+def _lane_figures(run: RunDirectory) -> dict[str, Any]:
+    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where none counted."""
     import polars as pl
 
-    if not file.exists():
+    lanes = read_stats(run, run.kv_lanes)
+    if lanes is None:
         return {"kv_kept_tokens_ratio": None, "kv_bits_per_element": None, "kv_layers": []}
-    lanes = pl.read_parquet(file)
     kept = lanes["tokens_kept"].sum()
     parts = [
         getattr(pl.col(name), part)().alias(f"{name}_{part}")
@@ -137,12 +145,13 @@ def _lane_figures(file: Path) -> dict[str, Any]:
     }
 
 
-def _read(file: Path) -> "pl.DataFrame":
+def _read(file: Path, remedy: str) -> "pl.DataFrame":
     """Read a shard's columns by pyarrow: polars does not know every type that a passthrough column may have."""
     import polars as pl
-    import pyarrow.parquet as pq
 
-    with pq.ParquetFile(file) as parquet:
+    from kvbatch.checked_file import opened_table
+
+    with opened_table(file, remedy) as parquet:
         table = parquet.read([f"kvb_{name}" for name in _READ])
     return pl.from_arrow(table).rename(lambda name: name.removeprefix("kvb_"))
 

@@ -71,17 +71,22 @@ def run_job(
         KvbatchError: With the exit code of what went wrong.
     """
     from kvbatch.corpus import Corpus
+    from kvbatch.verify import find_problems
 
     started_s = time.monotonic()
     corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
-    with job_lock(home, if_locked or IfLocked()), Progress(stream) as progress:
+    with job_lock(home, if_locked or IfLocked()) as lock, Progress(stream) as progress:
         done = _done_run(job, corpus, resume, carry, new_run)
-        if done:
+        damage = find_problems(done, deep=resume is not None) if done and not carry else []
+        if done and not damage:
             return RunOutcome(done, is_new=False)
+        for problem in damage:
+            progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
-        earlier = resume or (None if new_run or carry else find_unfinished_run(job))
+        earlier = resume or done or (None if new_run or carry else find_unfinished_run(job))
         runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier)
+        runner.check_lock = lock.check
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
         planned = None
@@ -94,7 +99,9 @@ def run_job(
             adopt_plan(planned, run)
         on_run(run)
         log = RunLog(run.log)
-        progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
+        progress.beat = lambda phase, **values: (
+            lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
+        )
         try:
             runner.run(run, log, started_s)
         except BaseException as error:

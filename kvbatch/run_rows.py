@@ -1,29 +1,28 @@
 """The rows of a run's shards, for whoever looks at a run after it: reports, comparisons, exports."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbatch.errors import InputError
+from kvbatch.checked_file import opened_table
 from kvbatch.manifest import RunDirectory
 
 if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 
 def iter_tables(run: RunDirectory, batch_rows: int = 512) -> Iterator["pa.Table"]:
     """Yield all columns of a run's rows in input order, some rows at a time; the first column is the id.
 
     Raises:
-        InputError: A shard is damaged.
+        InputError: A shard is missing or damaged.
     """
     import pyarrow as pa
 
-    for file in sorted(run.shards.glob("part-*.parquet")):
-        with _opened(file) as parquet:
+    from kvbatch.commit import checked_shards
+
+    for file in checked_shards(run):
+        with opened_table(file, run.repair) as parquet:
             for batch in parquet.iter_batches(batch_rows):
                 yield pa.Table.from_batches([batch])
 
@@ -35,20 +34,21 @@ def read_rows(run: RunDirectory, names: Sequence[str]) -> "pl.DataFrame":
         names: output columns, without their `kvb_`; one that a shard of an older release lacks is null.
 
     Raises:
-        InputError: A shard is damaged.
+        InputError: A shard is missing or damaged.
     """
     import polars as pl
     import pyarrow as pa
 
+    from kvbatch.commit import checked_shards
     from kvbatch.shard import OUTPUT_FIELDS
 
     types = {field.name: field.type for field in OUTPUT_FIELDS}
     wanted = {name: name if name in types else f"kvb_{name}" for name in names}
     schema = pa.schema([("row_id", pa.string()), *((name, types[wanted[name]]) for name in names)])
     tables = [schema.empty_table()]
-    for file in sorted(run.shards.glob("part-*.parquet")):
+    for file in checked_shards(run):
         # by pyarrow, because polars does not know every type that an id or a passthrough column may have
-        with _opened(file) as parquet:
+        with opened_table(file, run.repair) as parquet:
             present = parquet.schema_arrow.names
             table = parquet.read([present[0], *(each for each in wanted.values() if each in present)])
         columns = [table.column(0).cast(pa.string())]
@@ -56,18 +56,3 @@ def read_rows(run: RunDirectory, names: Sequence[str]) -> "pl.DataFrame":
             columns.append(table.column(column) if column in present else pa.nulls(len(table), types[column]))
         tables.append(pa.table(columns, schema))
     return pl.from_arrow(pa.concat_tables(tables))
-
-
-@contextmanager
-def _opened(file: Path) -> "Iterator[pq.ParquetFile]":
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(file) as parquet:
-            yield parquet
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(
-            f"{file}: the shard cannot be read ({error}); delete it and make it again by kvbatch resume, "
-            "or where the run has ended all of them by kvbatch run --new-run"
-        ) from error

@@ -170,8 +170,10 @@ class OpenShard:
         seed = row_seed(self.job_seed, planned["row_id"])
         return self.common | _planned_columns(planned) | {"kvb_shard": self.number, "kvb_seed": seed}
 
-    def write(self, keys: pa.Table, rows: list[dict[str, Any]], run: RunDirectory) -> None:
+    def write(self, keys: pa.Table, rows: list[dict[str, Any]], run: RunDirectory) -> dict[str, Any]:
         """Write the shard, and before it a copy of its failed rows with their input to the dead letters.
+
+        Return what describes the shard's file and, as `deadletter`, that of the letters, if there is one.
 
         Args:
             keys: id and passthrough columns of the window.
@@ -181,6 +183,7 @@ class OpenShard:
         """
         table = _join(keys, pa.Table.from_pylist(rows, pa.schema(OUTPUT_FIELDS)))
         failed = [i for i, row in enumerate(rows) if row["kvb_status"] != "ok"]
+        letters_facts = None
         if failed:
             inputs = [
                 {
@@ -192,8 +195,8 @@ class OpenShard:
                 for i in failed
             ]
             letters = _join(table.take(failed), pa.Table.from_pylist(inputs, pa.schema(INPUT_FIELDS)))
-            write_table(letters, run.deadletter_file(self.number))
-        write_table(table, run.shard_file(self.number))
+            letters_facts = write_table(letters, run.deadletter_file(self.number))
+        return write_table(table, run.shard_file(self.number)) | {"deadletter": letters_facts}
 
 
 def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:

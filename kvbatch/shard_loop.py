@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Request, Result, SamplingParams
 from kvbatch.carry import Carry
-from kvbatch.commit import commit_shard
-from kvbatch.earlier_rows import copy_rows
+from kvbatch.commit import commit_shard, planned_shards, tally
+from kvbatch.earlier_rows import CarriedRows
 from kvbatch.errors import InputError
 from kvbatch.fingerprint import config_hash
 from kvbatch.job import Job
 from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
-from kvbatch.plan import PlanSummary, read_plan, windows
+from kvbatch.plan import PlanSummary, windows
 from kvbatch.prompt import PromptRequest
 from kvbatch.recovery import Recovered
 from kvbatch.row_work import RowWork
@@ -45,7 +45,7 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
-        self._carry = Carry.of(run)
+        self._carried = CarriedRows(Carry.of(run))
         limit = runner.model.config.max_context - self._job.generation.max_new_tokens
         self._prompts = LongDocuments(runner.builder, self._job, limit)
         self._num_rows = 0
@@ -97,6 +97,7 @@ class ShardLoop:
             return
         with self._runner.stopper.shield():
             row = shard.finish(place, work, num_failures)
+            self._runner.check_lock()
             self._write_ahead[number].append(place, row)
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
@@ -129,7 +130,7 @@ class ShardLoop:
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
-        rows = read_plan(self._run.path)
+        rows = planned_shards(self._run)
         number = -1
         for number, documents in enumerate(
             windows(self._runner.corpus.documents(), self._job.output.shard_rows)
@@ -167,7 +168,7 @@ class ShardLoop:
             if row["status"] == "carried"
         }
         if places:
-            shard.carry(dict(zip(places, copy_rows(self._carry, list(places.values())), strict=True)))
+            shard.carry(dict(zip(places, self._carried.copy(list(places.values())), strict=True)))
 
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
         for start in range(0, len(shard.running), PROMPT_BATCH):
@@ -202,9 +203,10 @@ class ShardLoop:
     def _commit(self, shard: OpenShard) -> None:
         with self._runner.stopper.shield():
             rows = shard.output_rows()
-            shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
+            self._runner.check_lock()
+            facts = shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
             self._write_ahead.pop(shard.number).close()
-            commit_shard(self._run, shard.number)
+            commit_shard(self._run, shard.number, facts | tally(self._run.run_id, rows))
             del self._open[shard.number]
         self._log.event("shard written", shard=shard.number, rows=len(rows))
 

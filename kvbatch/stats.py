@@ -1,14 +1,20 @@
 """What was measured beside the rows, as Parquet: the pool step by step, and what every lane kept."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from kvbatch.checked_file import describe_file, file_problem, opened_table
+from kvbatch.errors import Damaged
 from kvbatch.manifest import RunDirectory
 from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from engine.monitoring import Monitor
     from kvcache.monitoring import LaneUsage
 
@@ -45,12 +51,60 @@ LANE_SCHEMA = pa.schema(
 )
 
 
-def write_stats(monitor: "Monitor", run: RunDirectory) -> None:
-    """Write `stats/steps.parquet` and, where lanes differ, `stats/kv_lanes.parquet`; raises as `write_table`."""
+def write_stats(monitor: "Monitor", run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """Write `stats/steps.parquet` and, where lanes differ, `stats/kv_lanes.parquet`; raises as `write_table`.
+
+    Return what describes each of them, by its name in the run directory.
+    """
     samples = [asdict(sample) for sample in monitor.samples]
-    write_table(pa.Table.from_pylist(samples, STEP_SCHEMA), run.steps)
+    tables = {run.steps: pa.Table.from_pylist(samples, STEP_SCHEMA)}
     if monitor.lanes:
-        write_table(pa.Table.from_pylist(lane_rows(monitor.lanes), LANE_SCHEMA), run.kv_lanes)
+        tables[run.kv_lanes] = pa.Table.from_pylist(lane_rows(monitor.lanes), LANE_SCHEMA)
+    return {str(path.relative_to(run.path)): write_table(table, path) for path, table in tables.items()}
+
+
+def kept_stats(
+    run: RunDirectory, facts: Mapping[str, Mapping[str, Any]], note: Callable[[str], None]
+) -> dict[str, Mapping[str, Any]]:
+    """Return what describes the statistics of an earlier session; remove what is damaged, as it cannot be made again.
+
+    Args:
+        facts: what the summary said of them; nothing if it was lost.
+        note: told of what was removed.
+    """
+    kept: dict[str, Mapping[str, Any]] = {}
+    for path in (run.steps, run.kv_lanes):
+        name = str(path.relative_to(run.path))
+        found = facts.get(name)
+        try:
+            if found is None and path.exists():
+                with opened_table(path, run.repair) as file:
+                    found = {"rows": len(file.read())} | describe_file(path)
+            if found and (problem := file_problem(path, found, deep=True)):
+                raise Damaged(path, problem, "what was measured is lost, the report goes without it")
+            if found:
+                kept[name] = found
+        except Damaged as error:
+            note(f"warning: {error}")
+            path.unlink(missing_ok=True)
+    return kept
+
+
+def read_stats(run: RunDirectory, path: Path, columns: list[str] | None = None) -> "pl.DataFrame | None":
+    """Return a table of a run that reports show; None if it is not there, or not as it was written.
+
+    Raises:
+        InputError: The manifest cannot be read.
+    """
+    import polars as pl
+
+    run.read_manifest()
+    try:
+        run.check_file(path)
+        with opened_table(path, run.repair) as file:
+            return pl.from_arrow(file.read(columns))
+    except Damaged:
+        return None
 
 
 def lane_rows(usage: "LaneUsage") -> list[dict[str, Any]]:

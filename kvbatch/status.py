@@ -2,15 +2,15 @@
 
 import json
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from kvbatch.commit import finished_rows
+from kvbatch.commit import count_rows
 from kvbatch.lock import Holder, lock_holder
 from kvbatch.manifest import RunDirectory, open_run
-
-_COLUMNS = ("kvb_status", "kvb_run_id", "kvb_attempts", "kvb_prompt_tokens", "kvb_completion_tokens")
+from kvbatch.verify import find_problems
 
 
 def load_status(path: Path) -> dict[str, Any]:
@@ -29,12 +29,7 @@ def load_status(path: Path) -> dict[str, Any]:
     state = _state(run, holder)
     if state == "running" and beat.get("pid") != holder.pid:
         beat = {}  # of an earlier session
-    rows: Counter[str] = Counter(ok=0, error=0, rejected=0)
-    own: Counter[str] = Counter()
-    for _, made in finished_rows(run, _COLUMNS):
-        rows[made["kvb_status"]] += 1
-        if made["kvb_attempts"] and made["kvb_run_id"] == run.run_id:
-            own.update(rows=1, prompt=made["kvb_prompt_tokens"], completion=made["kvb_completion_tokens"])
+    rows, own = count_rows(run)
     planned = plan.get("prompt_tokens", 0)
     is_running = state == "running"
     return {
@@ -53,6 +48,7 @@ def load_status(path: Path) -> dict[str, Any]:
         "eta_s": _eta_s(plan, own, beat) if is_running else None,
         "run": str(run.path),
         "output": str(run.shards),
+        "problems": [str(problem) for problem in find_problems(run)],
     }
 
 
@@ -86,10 +82,14 @@ def _state(run: RunDirectory, holder: Holder | None) -> str:
 
 
 def _heartbeat(run: RunDirectory) -> dict[str, Any]:
-    try:
-        return json.loads(run.heartbeat.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    """Return the heartbeat; it decides nothing, so one that cannot be read is none."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        beat = json.loads(run.heartbeat.read_text(encoding="utf-8"))
+        datetime.fromisoformat(beat["time"]).astimezone()
+        numbers = all(isinstance(beat.get(name, 0), int | float) for name in ("pid", "tokens", "elapsed_s"))
+        if numbers and isinstance(beat.get("phase"), str):
+            return beat
+    return {}
 
 
 def _age_s(beat: dict[str, Any]) -> float | None:

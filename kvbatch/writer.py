@@ -1,5 +1,6 @@
 """Files that are whole or not there: temp file, fsync, rename, fsync of the directory."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -55,9 +56,40 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
-def write_table(table: Any, path: Path) -> None:
-    """Write a whole Parquet file; raises as `atomic_file`."""
+class _Hashing:
+    """Pass bytes on to a stream and hash them on the way."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self.digest = stream, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """See `io.RawIOBase.write`."""
+        self.digest.update(data)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def described_file(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Open a file as `atomic_file` does, with a dictionary that describes it once the block has ended.
+
+    It gets size, modification time and SHA-256 of what was written; see `kvbatch.checked_file`.
+    """
+    facts: dict[str, Any] = {}
+    with atomic_file(path) as stream:
+        hashing = _Hashing(stream)
+        yield hashing, facts
+    found = path.stat()
+    facts |= {"num_bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+    facts["sha256"] = hashing.digest.hexdigest()
+
+
+def write_table(table: Any, path: Path) -> dict[str, Any]:
+    """Write a whole Parquet file and return what describes it; raises as `atomic_file`."""
     import pyarrow.parquet as pq
 
-    with atomic_file(path) as stream:
-        pq.write_table(table, stream, compression="zstd")
+    with described_file(path) as (stream, facts):
+        pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
+    return {"rows": len(table)} | facts

@@ -1,4 +1,4 @@
-"""During a run and after it: `status`, `report`, `diff` and `export`."""
+"""During a run and after it: `status`, `report`, `diff`, `export` and `verify`."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvbatch.commands.common import guarded
+from kvbatch.errors import InputError
 
 
 @click.command()
@@ -19,7 +20,7 @@ def status(run_path: Path, as_json: bool) -> int:
 
     found = load_status(run_path)
     click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
-    return 0
+    return _told(found["problems"])
 
 
 @click.command()
@@ -28,19 +29,20 @@ def status(run_path: Path, as_json: bool) -> int:
 @guarded
 def report(run_path: Path, as_json: bool) -> int:
     """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
+    from kvbatch.manifest import open_run
+    from kvbatch.page import write_page
+    from kvbatch.report import load_summary, render
+
+    summary = load_summary(run_path, deep=True)
     if as_json:
-        from kvbatch.report import load_summary
-
-        click.echo(json.dumps(load_summary(run_path), ensure_ascii=False))
-    else:
-        from kvbatch.manifest import open_run
-        from kvbatch.page import write_page
-
-        try:
-            write_page(open_run(run_path))
-        finally:  # the summary can be told of a run whose directory cannot be written
-            click.echo(_rendered(run_path))
-    return 0
+        click.echo(json.dumps(summary, ensure_ascii=False))
+        return _told(summary["problems"])
+    try:
+        if not summary["problems"]:  # a page that lacks rows is worse than that of yesterday
+            summary["page"] = str(write_page(open_run(run_path)))
+    finally:  # the summary can be told of a run whose directory cannot be written
+        click.echo(render(summary))
+    return _told(summary["problems"])
 
 
 @click.command()
@@ -86,7 +88,22 @@ def export(run_path: Path, format_: str, output: Path | None) -> int:
     return 0
 
 
-def _rendered(run_path: Path) -> str:
-    from kvbatch.report import load_summary, render
+@click.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@guarded
+def verify(run_path: Path, as_json: bool) -> int:
+    """Read every file of RUN and hold it against what was written; exit 66 if one is missing or damaged."""
+    from kvbatch.verify import render_verified
+    from kvbatch.verify import verify as verified
 
-    return render(load_summary(run_path))
+    found = verified(run_path)
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_verified(found))
+    return InputError.exit_code if found["problems"] else 0
+
+
+def _told(problems: list[str]) -> int:
+    """Say on stderr what is wrong with a run, and return the exit code."""
+    for problem in problems:
+        click.echo(f"kvbatch: {problem}", err=True)
+    return InputError.exit_code if problems else 0

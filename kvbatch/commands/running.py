@@ -112,12 +112,18 @@ def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
 @guarded
 def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
-    from kvbatch.config import load_job
-
     found = _opened(run_path)
-    job_file = found.path / "job.resolved.yaml"
     nothing = "Nothing to do: {run} is complete.\nOutput: {output}"
-    return _run(lambda: load_job(job_file, overrides), nothing, resume=found, **options)
+    return _run(lambda: _kept_job(found, overrides), nothing, resume=found, **options)
+
+
+def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
+    """Return the job that a run keeps; raises as `load_job`, and `InputError` if that is damaged."""
+    from kvbatch.config import load_job
+    from kvbatch.manifest import check_job_file
+
+    check_job_file(run)
+    return load_job(run.job_file, overrides)
 
 
 def _opened(run_path: Path) -> "RunDirectory":
@@ -164,13 +170,12 @@ def retry(
 ) -> int:
     """Do some rows of RUN again, in a new run that carries the others over."""
     from kvbatch.carry import Carry
-    from kvbatch.config import load_job
 
     found = _opened(run_path)
     more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
     nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}.\nOutput: {{output}}"
     return _run(
-        lambda: load_job(found.path / "job.resolved.yaml", (*overrides, *more)),
+        lambda: _kept_job(found, (*overrides, *more)),
         nothing,
         carry=Carry((str(found.path),), redo, same_input=True),
         **options,

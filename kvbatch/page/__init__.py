@@ -17,12 +17,11 @@ def write_page(run: RunDirectory) -> Path:
     from kvbatch.page.markup import render_page
     from kvbatch.report import load_summary
 
-    job = run.path / "job.resolved.yaml"
     page = render_page(
         load_summary(run.path),
         compute(run),
         run.read_manifest(),
-        job.read_text(encoding="utf-8") if job.exists() else "",
+        run.job_file.read_text(encoding="utf-8", errors="replace") if run.job_file.is_file() else "",
     )
     write_text(run.page, page)
     return run.page

@@ -8,6 +8,7 @@ import polars as pl
 
 from kvbatch.manifest import RunDirectory
 from kvbatch.run_rows import read_rows
+from kvbatch.stats import read_stats
 
 NUM_INTERVALS = 160  # of the time line: as many as a plot has room for
 NUM_CLASSES = 24  # of lengths
@@ -22,20 +23,20 @@ def compute(run: RunDirectory) -> dict[str, Any]:
     """Return the figures of every part of the page; a part that a run has no data for is None."""
     names = ("status", "finish_reason", "error_code", "attempts", "prompt_tokens", "completion_tokens")
     rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s"))
-    plan = _read(run.path / "plan.parquet", ["outcome", "prompt_tokens", "bin"])
+    plan = _read(run, run.plan, ["outcome", "prompt_tokens", "bin"])
     return {
-        "timeline": _timeline(_read(run.steps)),
+        "timeline": _timeline(_read(run, run.steps)),
         "lengths": _lengths(plan),
-        "bins": _bins(_read(run.path / "stats" / "bins.parquet")),
+        "bins": _bins(_read(run, run.path / "stats" / "bins.parquet")),
         "kept": _kept(rows),
-        "quality": _quality(_read(run.quality)),
+        "quality": _quality(_read(run, run.quality)),
         "errors": _errors(rows),
         "slowest": _slowest(rows),
     }
 
 
-def _read(path: Path, columns: list[str] | None = None) -> pl.DataFrame | None:
-    frame = pl.read_parquet(path, columns=columns) if path.exists() else None
+def _read(run: RunDirectory, path: Path, columns: list[str] | None = None) -> pl.DataFrame | None:
+    frame = read_stats(run, path, columns)
     return frame if frame is not None and len(frame) else None
 
 

@@ -203,6 +203,6 @@ def test_retry_refuses_another_input_or_model(job_file, tiny_model):
             again()
     manifest = first.read_manifest()
     manifest["semantic"]["model content"] = "another"
-    first.manifest.write_text(json.dumps(manifest))
+    first.write_manifest(manifest)
     with pytest.raises(JobChanged, match="model changed"):
         again()

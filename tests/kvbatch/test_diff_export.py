@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
+from kvbatch.commit import commit_shard
 from kvbatch.config import load_job
 from kvbatch.corpus.openai_batch import parse_body
+from kvbatch.manifest import RunDirectory
 from kvbatch.run import run_job
+from kvbatch.writer import write_table
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (3 + n), "n": n} for n in range(6)]
 
@@ -31,7 +34,8 @@ def write_like(run, name, rows):
     other = run.path.parent / name
     shutil.copytree(run.path, other)
     file = other / "shards" / "part-00000.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(file)), file)
+    facts = write_table(pa.Table.from_pylist(rows, pq.read_schema(file)), file)
+    commit_shard(RunDirectory(other), 0, facts)
     return other
 
 
