@@ -180,15 +180,24 @@ class JobRunner:
         fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
         return planned if fits and self.may_continue(planned, insists=False) else None
 
-    def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
-        """Plan, load and run the job into a run directory; raises as `run_job`."""
+    def prepare(self, run: RunDirectory, log: RunLog) -> tuple["PlanSummary", "Recovered"]:
+        """Judge the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
+
+        Raises:
+            KvbatchError: The run is refused; as `run_job`.
+        """
+        self._guard(run, log)
+        return self._plan(run, log)
+
+    def run(
+        self, run: RunDirectory, log: RunLog, plan: "PlanSummary", recovered: "Recovered", started_s: float
+    ) -> None:
+        """Load the model and run what is left of a run that was prepared; raises as `run_job`."""
         from kvbatch import report
         from kvbatch.shard_loop import ShardLoop
         from kvbatch.speed import keep_speed
         from kvbatch.stats import write_stats
 
-        self._guard(run, log)
-        plan, recovered = self._plan(run, log)
         llm = None
         if recovered.num_left:
             self.progress.start("loading")

@@ -138,25 +138,17 @@ class RunDirectory:
         write_text(self.path / "_SUCCESS", "")
 
 
-def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
-    """Make the directory of a new run and let `latest` point to it.
-
-    Raises:
-        OutputError: It cannot be made.
-    """
-    home = Path(job.output_dir)
+def new_run_id(job: Job) -> str:
+    """Return a name for a run that begins now; by their names runs are in the order of their beginnings."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     salt = hashlib.sha256(f"{config_hash(job)}{os.getpid()}{os.urandom(8).hex()}".encode()).hexdigest()[:6]
-    run = RunDirectory(home / f"{stamp}-{salt}")
-    try:
-        for name in ("shards", "logs", "stats"):
-            (run.path / name).mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
+    return f"{stamp}-{salt}"
+
+
+def describe_directory(run: RunDirectory, job: Job, manifest: dict[str, Any]) -> None:
+    """Write into the directory of a new run or plan what it is of; raises as `write_json`."""
     write_text(run.path / "job.resolved.yaml", to_yaml(job))
     write_json(run.manifest, manifest | {"run_id": run.run_id})
-    _point_latest(home, run.run_id)
-    return run
 
 
 def plan_directory(job: Job) -> RunDirectory:
@@ -181,7 +173,12 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     write_json(run.manifest, run.read_manifest() | adopted)
 
 
-def _point_latest(home: Path, run_id: str) -> None:
+def point_latest(home: Path, run_id: str) -> None:
+    """Let `latest` stand for a run.
+
+    Raises:
+        OutputError: The link cannot be made.
+    """
     temp = home / f".latest.{os.getpid()}.tmp"
     try:
         temp.unlink(missing_ok=True)
