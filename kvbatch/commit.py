@@ -51,6 +51,11 @@ def committed_files(run: RunDirectory) -> list[Path]:
     return [run.shard_file(number) for number in numbers if is_committed(run, number)]
 
 
+def num_committed_rows(run: RunDirectory) -> int:
+    """Return the rows of the shards that count."""
+    return sum(pq.read_metadata(file).num_rows for file in committed_files(run))
+
+
 def finished_rows(
     run: RunDirectory, names: Sequence[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.advice import run_command, superseded_by
 from kvbatch.carry import Carry, carried_by_default, check_model
 from kvbatch.errors import InputError, JobChanged, LimitExceeded
 from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
@@ -130,14 +131,17 @@ class JobRunner:
         lines = changed_keys + input_changes(found, self._input_hashes)
         if not lines:
             return True
-        if not insists and (run.is_ended or next(finished_rows(run), None) is None):
+        if not insists and (run.end or next(finished_rows(run), None) is None):
             return False
         if not insists and self.job.input.incremental and not changed_keys:
             return False  # a new run carries over what this one finished
+        remedy = "kvbatch run --new-run starts afresh"
+        if self.job.input.incremental and not changed_keys:
+            remedy = f"{run_command(found)} takes over in a new run what this one finished"
+        later = superseded_by(run, found)
         raise JobChanged(
-            f"{run.path} cannot be continued, since what decides its output changed:\n  "
-            + "\n  ".join(lines)
-            + "\n(kvbatch run --new-run starts afresh)"
+            f"{run.path} {f'was superseded by run {later} and ' if later else ''}cannot be continued, since what "
+            "decides its output changed:\n  " + "\n  ".join(lines) + f"\n({remedy})"
         )
 
     def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
@@ -220,18 +224,18 @@ class JobRunner:
         if problem:
             summary |= {"status": "over_limits", "over_limits": problem}
         write_json(run.summary, summary)
-        self._write_page(run, log)
+        self._write_page(run, summary, log)
         if problem:
             raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
-    def _write_page(self, run: RunDirectory, log: RunLog) -> None:
+    def _write_page(self, run: RunDirectory, summary: dict[str, Any], log: RunLog) -> None:
         """Write the report; a run whose rows are safe does not fail because of it."""
         from kvbatch.page import write_page
 
         try:
-            write_page(run)
+            write_page(run, summary | {"page": str(run.page)})
         except Exception as error:
             text = f"report.html was not written, {type(error).__name__}: {error}"
             log.event("warning", message=text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvbatch import __version__
 from kvbatch.config import to_yaml
@@ -111,9 +111,11 @@ class RunDirectory:
         return (self.path / "_SUCCESS").exists()
 
     @property
-    def is_ended(self) -> bool:
-        """Whether nothing is left to run, whatever the end."""
-        return self.read_summary().get("status") in ("complete", "over_limits")
+    def end(self) -> Literal["complete", "over_limits"] | None:
+        """How the run came to its end; None as long as it did not, even if every row is finished."""
+        if self.is_success:
+            return "complete"
+        return "over_limits" if self.read_summary().get("status") == "over_limits" else None
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the manifest.

@@ -97,11 +97,12 @@ def run_job(
             with _recorded(run, progress) as log:
                 prepared = runner.prepare(run, log)
         else:
+            runner.manifest |= origin or {}
             runner.choose_rows(carry, new_run)
             planned = runner.find_plan()
             runner.divide_budget(planned)
             with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
-                describe_directory(draft, job, runner.manifest | (origin or {}))
+                describe_directory(draft, job, runner.manifest)
                 if planned:
                     adopt_plan(planned, draft)
                 with _recorded(draft, progress, is_kept=False) as log:

@@ -83,3 +83,8 @@ def find_draft(path: Path) -> RunDirectory | None:
         if manifest.exists():
             return RunDirectory(manifest.parent)
     return None
+
+
+def is_draft(run: RunDirectory) -> bool:
+    """Tell whether a run is in the making."""
+    return run.path.parent.name == _HIDDEN
