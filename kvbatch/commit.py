@@ -85,7 +85,7 @@ def expected_shards(run: RunDirectory) -> list[int]:
         InputError: The manifest cannot be read.
     """
     numbers = range(run.read_manifest().get("plan", {}).get("num_shards", 0))
-    if run.is_success or run.is_ended:
+    if run.end:
         return list(numbers)
     return [number for number in numbers if _was_committed(run, number)]
 
@@ -168,6 +168,15 @@ def planned_shards(run: RunDirectory, columns: list[str] | None = None) -> Itera
         yield from read_plan(run.path, columns)
     except (OSError, pa.ArrowException) as error:
         raise Damaged(run.plan, f"cannot be read ({error})", run.repair) from error
+
+
+def num_committed_rows(run: RunDirectory) -> int:
+    """Return the rows of the shards that count."""
+    num_rows = 0
+    for number in expected_shards(run):
+        with suppress(Damaged):
+            num_rows += check_shard(run, number)["rows"]
+    return num_rows
 
 
 def finished_rows(

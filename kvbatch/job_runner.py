@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.advice import run_command, superseded_by
 from kvbatch.carry import Carry, carried_by_default, check_model
 from kvbatch.checked_file import describe_file
 from kvbatch.errors import InputError, JobChanged, LimitExceeded
@@ -137,12 +138,15 @@ class JobRunner:
             return not builds_upon or can_carry(run)
         if builds_upon and not changed_keys:
             return False
-        if not insists and (run.is_ended or not has_finished_rows(run)):
+        if not insists and (run.end or not has_finished_rows(run)):
             return False
+        remedy = "kvbatch run --new-run starts afresh"
+        if self.job.input.incremental and not changed_keys:
+            remedy = f"{run_command(found)} takes over in a new run what this one finished"
+        later = superseded_by(run, found)
         raise JobChanged(
-            f"{run.path} cannot be continued, since what decides its output changed:\n  "
-            + "\n  ".join(lines)
-            + "\n(kvbatch run --new-run starts afresh)"
+            f"{run.path} {f'was superseded by run {later} and ' if later else ''}cannot be continued, since what "
+            "decides its output changed:\n  " + "\n  ".join(lines) + f"\n({remedy})"
         )
 
     def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
@@ -187,18 +191,28 @@ class JobRunner:
         fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
         return planned if fits and self.may_continue(planned, insists=False) else None
 
-    def run(self, run: RunDirectory, log: RunLog, started_s: float) -> None:
-        """Plan, load and run the job into a run directory; raises as `run_job`."""
+    def prepare(self, run: RunDirectory, log: RunLog) -> tuple["PlanSummary", "Recovered"]:
+        """Judge the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
+
+        Raises:
+            KvbatchError: The run is refused; as `run_job`.
+        """
+        from kvbatch.repair import restore_files
+
+        restore_files(self, run)
+        self._guard(run, log)
+        return self._plan(run, log)
+
+    def run(
+        self, run: RunDirectory, log: RunLog, plan: "PlanSummary", recovered: "Recovered", started_s: float
+    ) -> None:
+        """Load the model and run what is left of a run that was prepared; raises as `run_job`."""
         from kvbatch import report
-        from kvbatch.repair import check_whole, restore_files
+        from kvbatch.repair import check_whole
         from kvbatch.shard_loop import ShardLoop
         from kvbatch.speed import keep_speed
         from kvbatch.stats import kept_stats, write_stats
 
-        before = run.read_summary()
-        restore_files(self, run)
-        self._guard(run, log)
-        plan, recovered = self._plan(run, log)
         llm = None
         if recovered.num_left:
             self.progress.start("loading")
@@ -216,26 +230,26 @@ class JobRunner:
         seconds = self.progress.phase_s | {"wall": time.monotonic() - started_s}
         measures = self._measures(plan, llm, seconds) | {"continued_rows": recovered.num_finished}
         if not llm:  # nothing was computed; what was measured when it was stays
-            measures |= {key: value for key, value in before.items() if key in measures}
-            files = kept_stats(run, before.get("files", {}), self.progress.note)
+            measures |= {key: value for key, value in recovered.summary.items() if key in measures}
+            files = kept_stats(run, recovered.summary.get("files", {}), self.progress.note)
         check_whole(run)
         summary = report.summarise(run, measures)
         problem = over_limits(self.job.limits, summary)
         if problem:
             summary |= {"status": "over_limits", "over_limits": problem}
         write_record(run.summary, summary | {"files": files})
-        self._write_page(run, log)
+        self._write_page(run, summary, log)
         if problem:
             raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
-    def _write_page(self, run: RunDirectory, log: RunLog) -> None:
+    def _write_page(self, run: RunDirectory, summary: dict[str, Any], log: RunLog) -> None:
         """Write the report; a run whose rows are safe does not fail because of it."""
         from kvbatch.page import write_page
 
         try:
-            write_page(run)
+            write_page(run, summary | {"page": str(run.page)})
         except Exception as error:
             text = f"report.html was not written, {type(error).__name__}: {error}"
             log.event("warning", message=text)

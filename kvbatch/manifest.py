@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvbatch import __version__
 from kvbatch.checked_file import file_problem
@@ -122,9 +122,11 @@ class RunDirectory:
         return (self.path / "_SUCCESS").exists()
 
     @property
-    def is_ended(self) -> bool:
-        """Whether nothing is left to run, whatever the end."""
-        return self.read_summary().get("status") in ("complete", "over_limits")
+    def end(self) -> Literal["complete", "over_limits"] | None:
+        """How the run came to its end; None as long as it did not, even if every row is finished."""
+        if self.is_success:
+            return "complete"
+        return "over_limits" if self.read_summary().get("status") == "over_limits" else None
 
     @property
     def repair(self) -> str:
@@ -177,29 +179,29 @@ class RunDirectory:
 _NEEDED = {"format", "job", "created", "config_hash", "input_files"}
 
 
-def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
-    """Make the directory of a new run and let `latest` point to it.
+def new_run_id(job: Job) -> str:
+    """Return a name for a run that begins now.
 
     Raises:
-        OutputError: It cannot be made.
+        OutputError: It could not be made the latest one.
     """
-    home = Path(job.output_dir)
-    latest = home / "latest"
+    latest = Path(job.output_dir) / "latest"
     if latest.is_dir() and not latest.is_symlink():
         raise OutputError(f"{latest} is a directory, no link to a run; move it away")
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     salt = hashlib.sha256(f"{config_hash(job)}{os.getpid()}{os.urandom(8).hex()}".encode()).hexdigest()[:6]
-    run = RunDirectory(home / f"{stamp}-{salt}")
-    try:
-        for name in ("shards", "logs", "stats"):
-            (run.path / name).mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    number = 1 + max((_number(each) for each in job_runs(home)), default=0)
+    return f"{stamp}-{salt}"
+
+
+def next_number(home: Path) -> int:
+    """Return the number of a job's next run: by it runs are ordered, whatever the clock says."""
+    return 1 + max((_number(run) for run in job_runs(home)), default=0)
+
+
+def describe_directory(run: RunDirectory, job: Job, manifest: dict[str, Any]) -> None:
+    """Write into the directory of a new run or plan what it is of; raises as `atomic_file`."""
     files = {run.job_file.name: keep_job(run, job)}
-    run.write_manifest(manifest | {"run_id": run.run_id, "number": number, "files": files})
-    _point_latest(home, run.run_id)
-    return run
+    run.write_manifest(manifest | {"run_id": run.run_id, "files": files})
 
 
 def keep_job(run: RunDirectory, job: Job) -> dict[str, Any]:
@@ -250,7 +252,12 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     run.write_manifest(run.read_manifest() | adopted | {"files": files})
 
 
-def _point_latest(home: Path, run_id: str) -> None:
+def point_latest(home: Path, run_id: str) -> None:
+    """Let `latest` stand for a run.
+
+    Raises:
+        OutputError: The link cannot be made.
+    """
     temp = home / f".latest.{os.getpid()}.tmp"
     try:
         temp.unlink(missing_ok=True)

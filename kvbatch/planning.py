@@ -4,7 +4,6 @@ The plan stays beside the job's runs, and the next run of the same job and input
 taken from the last plan or run where that has them, by content.
 """
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -15,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from kvbatch.commit import planned_shards
-from kvbatch.errors import InputError, JobFileError, OutputError
+from kvbatch.errors import InputError, JobFileError
 from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
-from kvbatch.manifest import RunDirectory, keep_job, open_run, plan_directory
+from kvbatch.manifest import RunDirectory, describe_directory, open_run, plan_directory
 from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary
 from kvbatch.progress import counted, format_bytes
 from kvbatch.record import read_record, write_record
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
+from kvbatch.staging import drafted, publish
 from kvbatch.template import parse_template
 
 if TYPE_CHECKING:
@@ -128,19 +128,15 @@ def plan_job(
 
 
 def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
-    """Plan anew; raises as `JobRunner.make_plan`."""
+    """Plan anew; the plan of before stays until this one stands. Raises as `JobRunner.make_plan`."""
     runner.divide_budget(None)
     known = _known_tokens(runner, run)
-    try:
-        if run.path.exists():
-            shutil.rmtree(run.path)
-        (run.path / "stats").mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    files = {run.job_file.name: keep_job(run, runner.job)}
-    run.write_manifest(runner.manifest | {"run_id": run.run_id, "files": files})
-    runner.progress.start("planning")
-    return runner.make_plan(run, known)
+    with drafted(run.path.parent, run.path.name) as draft:
+        describe_directory(draft, runner.job, runner.manifest)
+        runner.progress.start("planning")
+        summary = runner.make_plan(draft, known)
+        publish(draft)
+    return summary
 
 
 def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:

@@ -22,6 +22,7 @@ class Recovered:
         num_finished: rows that ran, in either.
         num_left: rows that have to run.
         is_whole: whether every shard counts.
+        summary: what a session said at its end, if one came to it.
     """
 
     committed: set[int] = field(default_factory=set)
@@ -29,6 +30,7 @@ class Recovered:
     num_finished: int = 0
     num_left: int = 0
     is_whole: bool = True
+    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def recover(run: RunDirectory) -> Recovered:
@@ -40,7 +42,7 @@ def recover(run: RunDirectory) -> Recovered:
         Damaged: The plan cannot be read.
         OutputError: The run directory cannot be written.
     """
-    found = Recovered()
+    found = Recovered(summary=run.read_summary())
     try:
         for leftover in run.path.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)

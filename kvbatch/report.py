@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.advice import superseded_by
 from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
@@ -84,8 +85,11 @@ def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
     computed, saved = summarise(run, {}) | {"problems": problems}, run.read_summary()
     for key in ("format", "files"):
         saved.pop(key, None)
-    derived = set(computed) - {"status", "tokens_per_s", "generated_tokens_per_s"}
-    return computed | {key: value for key, value in saved.items() if key not in derived}
+    derived = set(computed) - {"tokens_per_s", "generated_tokens_per_s"}
+    found = computed | {key: value for key, value in saved.items() if key not in derived}
+    later = superseded_by(run, run.read_manifest())
+    status = run.end or ("superseded" if later else "incomplete")
+    return found | {"status": status, "superseded_by": later}
 
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
@@ -167,8 +171,9 @@ def _ranked(counts: Counter[str]) -> dict[str, int]:
 def render(summary: dict[str, Any]) -> str:
     """Return a summary as the lines a terminal shows."""
     s = summary
+    later = f" by run {s['superseded_by']}" if s.get("superseded_by") else ""
     lines = [
-        ("job", f"{s['job']}, run {s['run_id']}, {s['status']}"),
+        ("job", f"{s['job']}, run {s['run_id']}, {s['status']}{later}"),
         ("rows", _row_counts(s)),
         (
             "tokens",
@@ -260,6 +265,8 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_counts(s: dict[str, Any]) -> str:
+    if not s["rows"] and s["planned_rows"]:
+        return f"none of {s['planned_rows']:,} is in a shard yet"
     text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
     return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
 

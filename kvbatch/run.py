@@ -6,27 +6,31 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvbatch.carry import Carry, find_run_of_same_rows
 from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
-from kvbatch.lock import IfLocked, job_lock
+from kvbatch.lock import HeldLock, IfLocked, job_lock
 from kvbatch.manifest import (
     RunDirectory,
     adopt_plan,
-    create_run,
+    describe_directory,
     find_same_run,
     find_unfinished_run,
+    new_run_id,
+    next_number,
+    point_latest,
 )
 from kvbatch.progress import Progress
 from kvbatch.runlog import RunLog, write_heartbeat
+from kvbatch.staging import clear_drafts, drafted, publish
 from kvbatch.stop import Stopper
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ def run_job(
     stream: TextIO | None = None,
     stopper: Stopper | None = None,
     on_run: Callable[[RunDirectory], None] = lambda run: None,
+    origin: Mapping[str, Any] | None = None,
     make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
 ) -> RunOutcome:
     """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
@@ -65,6 +70,7 @@ def run_job(
         stream: where progress is shown, stderr by default.
         stopper: holds signals back while a shard is written.
         on_run: told the run directory once there is one.
+        origin: what a new run's manifest says of the command that began it.
         make_llm: makes the engine; by default the model is loaded into it.
 
     Raises:
@@ -77,6 +83,7 @@ def run_job(
     corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
     with job_lock(home, if_locked or IfLocked()) as lock, Progress(stream) as progress:
+        clear_drafts(home)
         done = _done_run(job, corpus, resume, carry, new_run)
         damage = find_problems(done, deep=resume is not None) if done and not carry else []
         if done and not damage:
@@ -89,30 +96,57 @@ def run_job(
         runner.check_lock = lock.check
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
-        planned = None
-        if not earlier:
+        if earlier:
+            run = earlier
+            runner.divide_budget(run)
+            on_run(run)
+            with _recorded(run, progress, lock) as log:
+                prepared = runner.prepare(run, log)
+        else:
+            runner.manifest |= {"number": next_number(home)} | dict(origin or {})
             runner.choose_rows(carry, new_run)
             planned = runner.find_plan()
-        runner.divide_budget(earlier or planned)
-        run = earlier or create_run(job, runner.manifest)
-        if planned:
-            adopt_plan(planned, run)
-        on_run(run)
-        log = RunLog(run.log)
-        progress.beat = lambda phase, **values: (
-            lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
-        )
-        try:
-            runner.run(run, log, started_s)
-        except BaseException as error:
-            log.failure(error)
-            if isinstance(error, KvbatchError) or not isinstance(error, Exception):
-                raise
-            raise KvbatchError(f"internal error, {type(error).__name__}: {error}; see {run.log}") from error
-        finally:
-            progress.beat = None
-            log.close()
+            runner.divide_budget(planned)
+            with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
+                describe_directory(draft, job, runner.manifest)
+                if planned:
+                    adopt_plan(planned, draft)
+                with _recorded(draft, progress, lock, is_kept=False) as log:
+                    prepared = runner.prepare(draft, log)
+                run = publish(draft)
+            point_latest(home, run.run_id)
+            on_run(run)
+        with _recorded(run, progress, lock) as log:
+            runner.run(run, log, *prepared, started_s)
     return RunOutcome(run, is_new=True)
+
+
+@contextmanager
+def _recorded(
+    run: RunDirectory, progress: Progress, lock: HeldLock, *, is_kept: bool = True
+) -> Iterator[RunLog]:
+    """Keep a run's log and heartbeat during a block, and write an error into the log.
+
+    Args:
+        is_kept: whether the directory outlives an error.
+
+    Raises:
+        KvbatchError: In place of an error of another kind.
+        OutputError: The log cannot be opened.
+    """
+    log = RunLog(run.log)
+    progress.beat = lambda phase, **values: lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
+    try:
+        yield log
+    except BaseException as error:
+        log.failure(error)
+        if isinstance(error, KvbatchError) or not isinstance(error, Exception):
+            raise
+        where = f"; see {run.log}" if is_kept else " (--debug shows where)"
+        raise KvbatchError(f"internal error, {type(error).__name__}: {error}{where}") from error
+    finally:
+        progress.beat = None
+        log.close()
 
 
 def _done_run(

@@ -7,9 +7,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from kvbatch.commit import count_rows
+from kvbatch.advice import continuation, superseded_by
+from kvbatch.commit import count_rows, num_committed_rows
+from kvbatch.errors import InputError
 from kvbatch.lock import Holder, lock_holder
 from kvbatch.manifest import RunDirectory, open_run
+from kvbatch.staging import find_draft, is_draft
 from kvbatch.verify import find_problems
 
 
@@ -22,11 +25,11 @@ def load_status(path: Path) -> dict[str, Any]:
     Raises:
         InputError: There is no run.
     """
-    run = open_run(path)
+    run, holder = _found(path)
     manifest, beat = run.read_manifest(), _heartbeat(run)
     plan = manifest.get("plan", {})
-    holder = lock_holder(run.path.parent)
-    state = _state(run, holder)
+    later = superseded_by(run, manifest)
+    state = _state(run, holder, later)
     if state == "running" and beat.get("pid") != holder.pid:
         beat = {}  # of an earlier session
     rows, own = count_rows(run)
@@ -36,6 +39,7 @@ def load_status(path: Path) -> dict[str, Any]:
         "job": manifest["job"],
         "run_id": run.run_id,
         "state": state,
+        "superseded_by": later if state == "superseded" else None,
         "locked": holder is not None,
         "holder": holder and str(holder),
         "phase": beat.get("phase") if is_running else None,
@@ -46,6 +50,7 @@ def load_status(path: Path) -> dict[str, Any]:
         "carried_rows": plan.get("num_carried", 0),
         "progress_ratio": own["prompt"] / planned if planned else None,
         "eta_s": _eta_s(plan, own, beat) if is_running else None,
+        "continue": continuation(run, manifest) if state == "stopped" else None,
         "run": str(run.path),
         "output": str(run.shards),
         "problems": [str(problem) for problem in find_problems(run)],
@@ -67,18 +72,59 @@ def render_status(status: dict[str, Any]) -> str:
     if s["progress_ratio"] is not None:
         left = "" if s["eta_s"] is None else f", about {timedelta(seconds=round(s['eta_s']))} left"
         lines.append(("progress", f"{s['progress_ratio']:.1%} of the prompt tokens{left}"))
-    if s["state"] == "stopped":
-        lines.append(("continue", f"kvbatch resume {s['run']}"))
+    if s["superseded_by"]:
+        lines.append(("superseded", f"by run {s['superseded_by']}"))
+    if s["continue"]:
+        lines.append(("continue", s["continue"]))
     lines.append(("output", f"{s['output']}/part-*.parquet"))
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
-def _state(run: RunDirectory, holder: Holder | None) -> str:
-    if run.is_success:
+def _found(path: Path) -> tuple[RunDirectory, Holder | None]:
+    """Return the run that a path names, one that is being planned before all others, and who holds its job."""
+    draft = find_draft(path)
+    holder = draft and lock_holder(draft.path.parents[1])
+    if draft and holder and holder.command == "run":
+        return draft, holder
+    run = open_run(path)
+    return run, lock_holder(run.path.parent)
+
+
+def missing_rows(run: RunDirectory) -> str | None:
+    """Say of a run that did not come to its end how many of its rows are in its shards; None if all are.
+
+    Raises:
+        InputError: None is.
+    """
+    if run.end:
+        return None
+    manifest = run.read_manifest()
+    num_rows, num_done = manifest.get("num_rows"), num_committed_rows(run)
+    if num_done == num_rows:
+        return None
+    later = superseded_by(run, manifest)
+    state = _state(run, lock_holder(run.path.parent), later)
+    remedy = {
+        "running": f"it goes on, see kvbatch status {run.path}",
+        "superseded": f"run {later} took its place",
+        "stopped": f"{continuation(run, manifest)} goes on with it",
+    }[state]
+    of = "" if num_rows is None else f" of {num_rows:,}"
+    if not num_done:
+        raise InputError(f"{run.path} has no finished shard yet, with none{of} rows; {remedy}")
+    return f"{run.path} did not come to its end: {num_done:,}{of} rows are in its shards; {remedy}"
+
+
+def _state(run: RunDirectory, holder: Holder | None, later: str | None) -> str:
+    if run.end == "complete":
         return "complete"
-    if holder and holder.command == "run" and (run.path.parent / "latest").resolve() == run.path.resolve():
+    if holder and holder.command == "run" and (is_draft(run) or _is_latest(run)):
         return "running"
-    return "over_limits" if run.is_ended else "stopped"
+    return run.end or ("superseded" if later else "stopped")
+
+
+def _is_latest(run: RunDirectory) -> bool:
+    return (run.path.parent / "latest").resolve() == run.path.resolve()
 
 
 def _heartbeat(run: RunDirectory) -> dict[str, Any]:

@@ -77,9 +77,12 @@ def export(run_path: Path, format_: str, output: Path | None) -> int:
     """Write the rows of RUN in another format, to stdout or a file."""
     from kvbatch.export import export_rows
     from kvbatch.manifest import open_run
+    from kvbatch.status import missing_rows
     from kvbatch.writer import atomic_file
 
     run = open_run(run_path)
+    if note := missing_rows(run):
+        click.echo(f"kvbatch: {note}", err=True)
     if output:
         with atomic_file(output) as stream:
             export_rows(run, format_, stream)

@@ -103,7 +103,13 @@ def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
         "Nothing new: job, model and input are those of the run in {run}.\n"
         "Output: {output} (--new-run runs the job again)"
     )
-    return _run(lambda: load_job(job_file, overrides), nothing, **options)
+    origin = {"job_file": str(job_file), "overridden": _keys(overrides)}
+    return _run(lambda: load_job(job_file, overrides), nothing, origin=origin, **options)
+
+
+def _keys(overrides: tuple[str, ...]) -> list[str]:
+    """Return the keys that -s changes."""
+    return [override.partition("=")[0] for override in overrides]
 
 
 @click.command()
@@ -137,6 +143,17 @@ def _opened(run_path: Path) -> "RunDirectory":
     except KvbatchError as error:
         with told(sys.stdout):
             raise error
+
+
+def _origin(run: "RunDirectory", keys: list[str]) -> dict[str, Any]:
+    """Return by which command a run began, with more keys changed; nothing of a run whose manifest is damaged."""
+    from kvbatch.errors import KvbatchError
+
+    try:
+        found = run.read_manifest()
+    except KvbatchError:
+        return {}
+    return {"job_file": found.get("job_file"), "overridden": [*found.get("overridden", ()), *keys]}
 
 
 def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
@@ -178,5 +195,6 @@ def retry(
         lambda: _kept_job(found, (*overrides, *more)),
         nothing,
         carry=Carry((str(found.path),), redo, same_input=True),
+        origin=_origin(found, _keys((*overrides, *more))),
         **options,
     )

@@ -1,13 +1,17 @@
 """`report.html`: one run on one page that fetches nothing. Figures, plots and markup are a module each."""
 
 from pathlib import Path
+from typing import Any
 
 from kvbatch.manifest import RunDirectory
 from kvbatch.writer import write_text
 
 
-def write_page(run: RunDirectory) -> Path:
+def write_page(run: RunDirectory, summary: dict[str, Any] | None = None) -> Path:
     """Write the page of a run, ended or not, and return its path.
+
+    Args:
+        summary: of a run that is about to end; else what `load_summary` says.
 
     Raises:
         InputError: It is no run directory.
@@ -18,7 +22,7 @@ def write_page(run: RunDirectory) -> Path:
     from kvbatch.report import load_summary
 
     page = render_page(
-        load_summary(run.path),
+        summary or load_summary(run.path),
         compute(run),
         run.read_manifest(),
         run.job_file.read_text(encoding="utf-8", errors="replace") if run.job_file.is_file() else "",

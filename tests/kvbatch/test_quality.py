@@ -16,6 +16,7 @@ from engine.teacher_forcing import answer, drift, reading
 from kvbatch.cli import cli
 from kvbatch.config import load_job
 from kvbatch.errors import LimitExceeded
+from kvbatch.manifest import open_run
 from kvbatch.quality import sample_requests
 from kvbatch.run import opened_job, run_job
 from kvbatch.tune import CANDIDATES
@@ -83,6 +84,7 @@ def test_the_guard_warns_fails_or_falls_back_and_is_asked_once_a_run(job_file):
 
     with pytest.raises(LimitExceeded, match=r"NLL grows by .* more than 0.0001.*kvbatch tune"):
         run(path, "quality_guard.action=fail")
+    assert open_run(warned.path.parent).path == warned.path, "what is refused is no run"
 
     answered = CliRunner().invoke(cli, ["plan", str(path), "-s", "quality_guard.action=fallback_full"])
     assert answered.exit_code == 0, answered.output  # the plan that lies there is of the compressed cache

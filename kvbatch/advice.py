@@ -1,0 +1,39 @@
+"""How a run that did not come to its end goes on: which run took its place, and what to type."""
+
+from typing import Any
+
+from kvbatch.errors import InputError
+from kvbatch.manifest import RunDirectory, latest_run
+
+
+def superseded_by(run: RunDirectory, manifest: dict[str, Any]) -> str | None:
+    """Return the id of the job's latest run if it began after this one, which did not come to its end."""
+    if run.end:
+        return None
+    latest = latest_run(run.path.parent)
+    if latest is None or latest.run_id == run.run_id:
+        return None
+    try:
+        return latest.run_id if _age(latest.read_manifest()) >= _age(manifest) else None
+    except InputError:
+        return None
+
+
+def _age(manifest: dict[str, Any]) -> tuple[int, str]:
+    return manifest.get("number", 0), manifest["created"]
+
+
+def run_command(manifest: dict[str, Any]) -> str:
+    """Return the command that began a run; values given by -s are left out, since they may be secret."""
+    keys = "".join(f" -s {key}=…" for key in manifest.get("overridden", ()))
+    return f"kvbatch run {manifest.get('job_file') or 'JOB'}{keys}"
+
+
+def continuation(run: RunDirectory, manifest: dict[str, Any]) -> str:
+    """Return the command by which a stopped run goes on.
+
+    The input of an incremental job is another one by the next start: its run begins anew and takes over what there is.
+    """
+    if manifest.get("operational", {}).get("input.incremental") or superseded_by(run, manifest):
+        return run_command(manifest)
+    return f"kvbatch resume {run.path}"
