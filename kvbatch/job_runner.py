@@ -17,6 +17,7 @@ from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
 from kvbatch.job import Job
 from kvbatch.limits import over_limits
 from kvbatch.manifest import (
+    PLAN_FILES,
     RunDirectory,
     describe_run,
     input_changes,
@@ -184,10 +185,11 @@ class JobRunner:
         planned = plan_directory(self.job)
         try:
             found = planned.read_manifest()
-            planned.check_file(planned.plan)
+            for name in PLAN_FILES:
+                planned.check_file(planned.path / name)
         except InputError:  # there is none, or none that can be used
             return None
-        fits = "plan" in found and found.get("operational") == self.fingerprint.operational
+        fits = {"plan", "files"} <= found.keys() and found.get("operational") == self.fingerprint.operational
         fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
         return planned if fits and self.may_continue(planned, insists=False) else None
 
@@ -279,10 +281,13 @@ class JobRunner:
             self.progress.note(f"quality: {verdict}")
             manifest = run.read_manifest()
             if run.quality.exists():
-                manifest["files"]["stats/quality.parquet"] = describe_file(run.quality)
+                described = {"stats/quality.parquet": describe_file(run.quality)}
+                manifest["files"] = manifest.get("files", {}) | described
             manifest["quality"] = found
             if found["problems"] and guard.action == "fallback_full":
                 manifest.pop("plan", None)  # one made beforehand is of the compressed cache
+                for name in PLAN_FILES:
+                    manifest.get("files", {}).pop(name, None)
             run.write_manifest(manifest)
         self.manifest["quality"] = found
         if not found["problems"]:

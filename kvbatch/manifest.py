@@ -25,6 +25,7 @@ from kvbatch.record import FORMAT, read_record, write_record
 from kvbatch.writer import described_file, fsync_directory, write_text
 
 PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
+PLAN_FILES = ("plan.parquet", "stats/bins.parquet")
 MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
 
@@ -236,16 +237,16 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     found = planned.read_manifest()
     files = dict(run.read_manifest()["files"])
     try:
-        for name, facts in found["files"].items():
-            if name != run.job_file.name:
-                with (
-                    described_file(run.path / name) as (stream, copied),
-                    (planned.path / name).open("rb") as source,
-                ):
-                    shutil.copyfileobj(source, stream)
-                if copied["sha256"] != facts["sha256"]:
-                    raise Damaged(planned.path / name, "is damaged", f"remove {planned.path} and start again")
-                files[name] = facts | copied
+        for name in PLAN_FILES:
+            facts = found["files"][name]
+            with (
+                described_file(run.path / name) as (stream, copied),
+                (planned.path / name).open("rb") as source,
+            ):
+                shutil.copyfileobj(source, stream)
+            if copied["sha256"] != facts["sha256"]:
+                raise Damaged(planned.path / name, "is damaged", f"remove {planned.path} and start again")
+            files[name] = facts | copied
     except FileNotFoundError as error:
         raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
     adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}

@@ -5,13 +5,10 @@ from typing import TYPE_CHECKING
 
 from kvbatch.checked_file import file_problem
 from kvbatch.errors import Damaged
-from kvbatch.manifest import RunDirectory, keep_job
+from kvbatch.manifest import PLAN_FILES, RunDirectory, keep_job
 
 if TYPE_CHECKING:
     from kvbatch.job_runner import JobRunner
-
-_PLAN = ("plan.parquet", "stats/bins.parquet")
-
 
 def restore_files(runner: "JobRunner", run: RunDirectory) -> None:
     """Write the run's job again, and forget measurements that cannot be made again, where they are damaged.
@@ -22,7 +19,7 @@ def restore_files(runner: "JobRunner", run: RunDirectory) -> None:
     manifest = run.read_manifest()
     files = dict(manifest.get("files", {}))
     for name, facts in manifest.get("files", {}).items():
-        problem = name not in _PLAN and file_problem(run.path / name, facts, deep=True)
+        problem = name not in PLAN_FILES and file_problem(run.path / name, facts, deep=True)
         if problem and name == run.job_file.name:
             runner.progress.note(f"{run.path / name} {problem}; it is written again")
             files[name] = keep_job(run, runner.job)
@@ -42,7 +39,7 @@ def restore_plan(runner: "JobRunner", run: RunDirectory) -> None:
         OutputError: The run directory cannot be written.
     """
     manifest = run.read_manifest()
-    found = {name: facts for name, facts in manifest.get("files", {}).items() if name in _PLAN}
+    found = {name: facts for name, facts in manifest.get("files", {}).items() if name in PLAN_FILES}
     problems = [file_problem(run.path / name, facts, deep=True) for name, facts in found.items()]
     if not found:  # of an older release
         problems = [None if run.plan.exists() else "is missing"]
