@@ -69,7 +69,14 @@ class LLM:
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
         self._totals = dict.fromkeys(
-            ("num_rows", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"), 0
+            (
+                "num_rows",
+                "prompt_tokens",
+                "cached_prompt_tokens",
+                "computed_prompt_tokens",
+                "completion_tokens",
+            ),
+            0,
         )
 
     def generate(
@@ -122,8 +129,10 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Return the totals since the engine was made."""
+        totals = dict(self._totals)
+        totals["computed_prompt_tokens"] += self.prefixes.computed_tokens
         return EngineStats(
-            **self._totals,
+            **totals,
             num_steps=self.monitor.num_steps,
             kv_pool_bytes=self.monitor.pool_bytes,
             kv_allocated_bytes=self.cache.allocated_bytes,
@@ -200,7 +209,6 @@ class LLM:
         sequence = self.scheduler.admit(fits)
         if sequence is None:
             return False
-        sequence.admitted_s = time.perf_counter()
         prefix = self.prefixes.get(tokens) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
@@ -256,6 +264,9 @@ class LLM:
         ready, logits = self.runner.execute(plan)
         step_s = time.perf_counter() - started_s
         self.monitor.note_step(plan, len(self.scheduler.running), step_s)
+        self._totals["computed_prompt_tokens"] += sum(chunk.num_tokens for chunk in plan.chunks)
+        for sequence, seconds in plan.shares(step_s):
+            sequence.spend(seconds)
         guesses = {draft.sequence: draft.guesses for draft in plan.drafts}
         firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
         rows = dict(zip(ready, firsts, strict=False))
@@ -284,14 +295,12 @@ class LLM:
                 observe(sequence.request.request_id, row)
         logits = constrain(logits, [s.constraint for s in ready])
         tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
-        now = time.perf_counter()
         for sequence, token in zip(ready, tokens, strict=True):
             if token is None:
                 sequence.finish_reason = "error"
                 sequence.error_message = "the model's logits are not finite numbers"
             else:
                 sequence.token_ids.append(token)
-                sequence.first_token_s = sequence.first_token_s or now
                 sequence.finish_reason = finish_reason(
                     sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
                 )
@@ -300,9 +309,9 @@ class LLM:
                     if sequence.constraint.finished:
                         sequence.finish_reason = "stop"
             if sequence.finish_reason:
-                yield self._finish(sequence, now)
+                yield self._finish(sequence)
 
-    def _finish(self, sequence: Sequence, now: float) -> Result:
+    def _finish(self, sequence: Sequence) -> Result:
         layout = self.budget.layout
         generated = sequence.generated
         text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
@@ -311,7 +320,6 @@ class LLM:
         self._totals["prompt_tokens"] += sequence.num_prompt_tokens
         self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens
         self._totals["completion_tokens"] += len(generated)
-        first = sequence.first_token_s or now
         result = Result(
             request_id=sequence.request.request_id,
             token_ids=generated,
@@ -324,9 +332,9 @@ class LLM:
             num_chunks=sequence.num_chunks,
             kv_full_bytes=sequence.kv_len * layout.token_bytes,
             kv_kept_bytes=sequence.cache.kept_bytes,
-            kv_peak_bytes=sequence.cache.own_bytes,
-            prefill_s=first - sequence.admitted_s,
-            decode_s=now - first,
+            kv_peak_bytes=sequence.cache.held_bytes,
+            prefill_s=sequence.prefill_s,
+            decode_s=sequence.decode_s,
         )
         self.scheduler.finish(sequence)
         sequence.cache.free()

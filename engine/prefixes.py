@@ -11,7 +11,11 @@ from engine.sequence import Sequence
 
 
 class PrefixCache:
-    """Hold the caches of prefixes by their token ids; `speed` is told of the steps that compute them."""
+    """Hold the caches of prefixes by their token ids; `speed` is told of the steps that compute them.
+
+    Attributes:
+        computed_tokens: of all prefixes so far.
+    """
 
     def __init__(self, cache: CacheBackend, layout, runner: Runner, step_tokens: int, speed: SpeedFit):
         self._cache = cache
@@ -19,6 +23,7 @@ class PrefixCache:
         self._layout = layout
         self._runner = runner
         self.step_tokens = step_tokens
+        self.computed_tokens = 0
         self._caches: dict[tuple[int, ...], SequenceHandle] = {}
 
     def missing_pages(self, tokens: tuple[int, ...]) -> int:
@@ -47,6 +52,7 @@ class PrefixCache:
                 sequence.cache.free()
                 raise
             self._caches[tokens] = sequence.cache
+            self.computed_tokens += len(tokens)
         return self._caches[tokens]
 
     def drop_idle(self, keep: set[tuple[int, ...]]) -> None:

@@ -94,8 +94,9 @@ class Result:
     `token_ids` holds every generated token, an end token included; `text` leaves out special tokens, whatever
     follows a stop string, and the bytes of a character that was not finished. Byte counts are of KV cache:
     `kv_full_bytes` what all tokens would take at the model's precision, `kv_kept_bytes` what those kept at the end
-    take, a shared prefix included, `kv_peak_bytes` the pages held, without those shared with other rows. `prefill_s`
-    runs from admission to the first token, `decode_s` from there to the last; rows share both times.
+    take, `kv_peak_bytes` the pages held, a shared prefix included in both. `prefill_s`, to the first token, and
+    `decode_s`, from there on, are a row's shares of the steps' time, by the tokens that it has in them: the rows of
+    an engine never took longer together than the engine did.
     """
 
     request_id: int
@@ -136,7 +137,8 @@ class Result:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again.
+    """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again;
+    computed ones are counted as they are computed, once for a shared prefix.
 
     `kv_allocated_bytes` is all that was allocated, arenas included, `kv_pool_bytes` the pages of it; the others are
     bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens were guessed
@@ -155,3 +157,4 @@ class EngineStats:
     kv_peak_bytes: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    computed_prompt_tokens: int = 0

@@ -70,6 +70,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(span.num_tokens for span in self.drafts + self.chunks)
 
+    def shares(self, seconds: float) -> list[tuple[Sequence, float]]:
+        """Divide the seconds of the step among its sequences, by their tokens."""
+        counts = [(sequence, 1) for sequence in self.decodes]
+        counts += [(span.sequence, span.num_tokens) for span in self.drafts + self.chunks]
+        return [(sequence, seconds * count / self.num_tokens) for sequence, count in counts]
+
 
 def chunk_size(num_prompt_tokens: int) -> int:
     """Return the tokens a prompt advances in a step that it shares with others."""

@@ -30,8 +30,8 @@ class Sequence:
     lookup: Any = None  # engine.drafting.Lookup of a row whose tokens are guessed
     finish_reason: FinishReason | None = None
     error_message: str | None = None
-    admitted_s: float = 0.0
-    first_token_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -69,6 +69,13 @@ class Sequence:
         assert self.num_computed_tokens == 0 and num_tokens < self.num_prompt_tokens
         self.cached_prompt_tokens = num_tokens
         self.num_computed_tokens = self.position = self.kv_len = num_tokens
+
+    def spend(self, seconds: float) -> None:
+        """Count a share of a step that was computed: of the prompt as long as no token is generated."""
+        if self.num_generated:
+            self.decode_s += seconds
+        else:
+            self.prefill_s += seconds
 
     def advance(self, num_tokens: int) -> None:
         """Count the next `num_tokens` tokens as computed and cached."""

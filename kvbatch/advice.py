@@ -1,9 +1,12 @@
-"""How a run that did not come to its end goes on: which run took its place, and what to type."""
+"""What to type next: after a run that did not come to its end, and for answers that did not."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvbatch.errors import InputError
 from kvbatch.manifest import RunDirectory, latest_run
+
+_MORE = 4  # times as many tokens are proposed for answers that were cut
 
 
 def superseded_by(run: RunDirectory, manifest: dict[str, Any]) -> str | None:
@@ -37,3 +40,25 @@ def continuation(run: RunDirectory, manifest: dict[str, Any]) -> str:
     if manifest.get("operational", {}).get("input.incremental") or superseded_by(run, manifest):
         return run_command(manifest)
     return f"kvbatch resume {run.path}"
+
+
+def cut_advice(run: RunDirectory, manifest: dict[str, Any], figures: Mapping[str, Any]) -> str | None:
+    """Return the remedy for answers that were cut; None if there are none."""
+    reasons = figures["finish_reasons"]
+    parts = []
+    if reasons.get("length"):
+        semantic = manifest.get("semantic", {})
+        most = semantic.get("generation.max_new_tokens", 256)
+        room = manifest["model"]["max_context"] - figures["cut_prompt_tokens"]
+        if semantic.get("input.format") == "openai-batch":
+            parts.append("by length: raise generation.max_new_tokens, or max_tokens of the rows that set it")
+        elif room <= most:
+            parts.append(f"at {most:,} tokens, and the model's context holds no more: shorten the prompts")
+        else:
+            parts.append(
+                f"at {most:,} tokens: kvbatch retry {run.path} --status length --max-new-tokens "
+                f"{min(_MORE * most, room)}, or raise generation.max_new_tokens"
+            )
+    if reasons.get("repetition"):
+        parts.append("going round in circles: another prompt, model or generation.temperature may end that")
+    return "; ".join(parts) or None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from kvbatch.advice import continuation
 from kvbatch.carry import Carry
 from kvbatch.commit import finished_rows, is_committed, planned_shards, shard_table
 from kvbatch.errors import Damaged, InputError, JobChanged
@@ -49,9 +50,8 @@ class EarlierRows:
                     low.append(key[1])
                     places.append(_REDO if is_redone else number << _INDEX_BITS | planned["index"])
             if carry.same_input and num_rows != run.read_manifest().get("num_rows"):
-                raise InputError(
-                    f"{run.path} did not come to its end; continue it first: kvbatch resume {run.path}"
-                )
+                command = continuation(run, run.read_manifest())
+                raise InputError(f"{run.path} did not come to its end; continue it first: {command}")
         # stable: of equal keys, that of the newest run comes first
         order = np.argsort(np.asarray(high), kind="stable")
         self._high, self._low, self._places = (np.asarray(each)[order] for each in (high, low, places))

@@ -292,6 +292,8 @@ class LimitsSection(Section):
     """Rows without an answer, rejected ones too; by default not all of them."""
     max_truncated_ratio: Ratio | None = None
     """Rows whose document was cut to fit."""
+    max_cut_ratio: Ratio | None = None
+    """Answers that `generation.max_new_tokens` cut, or `generation.repetition_stop`."""
     row_retries: Annotated[int, Field(ge=0)] = 1
     """Times a row that failed in the engine is tried again."""
 

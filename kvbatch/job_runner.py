@@ -220,7 +220,7 @@ class JobRunner:
             self.progress.start("loading")
             llm = self._make_llm(self.model, replace(self.engine_config, pool_pages=plan.peak_pages))
             log.event("loaded", weight_bytes=self.model.weight_bytes)
-            self.progress.live = lambda: _describe(llm.stats())
+            self.progress.live = lambda seconds: _describe(llm.stats(), seconds)
         self.progress.start("running", plan.num_rows)
         if not recovered.is_whole:
             ShardLoop(self, run, log, llm, recovered).run(plan)
@@ -270,7 +270,7 @@ class JobRunner:
         if found is None:
             from kvbatch.quality import guard_run
 
-            self.progress.start("judging", guard.sample)
+            self.progress.start("judging")
             try:
                 verdict = guard_run(self, run)
             except InputError as error:  # nothing that could have lost anything
@@ -390,7 +390,7 @@ class JobRunner:
             "planning_s": seconds["planning"],
             "loading_s": seconds.get("loading", 0.0),
             "running_s": seconds["running"],
-            "session_prompt_tokens": stats.prompt_tokens if stats else 0,
+            "session_computed_prompt_tokens": stats.computed_prompt_tokens if stats else 0,
             "session_completion_tokens": stats.completion_tokens if stats else 0,
             "drafted_tokens": stats.drafted_tokens if stats else 0,
             "accepted_tokens": stats.accepted_tokens if stats else 0,
@@ -408,5 +408,10 @@ class JobRunner:
         }
 
 
-def _describe(stats: "EngineStats") -> str:
-    return f"step {stats.num_steps:,}, KV {format_bytes(stats.kv_used_bytes)}"
+def _describe(stats: "EngineStats", seconds: float) -> str:
+    """Say what an engine has done in so many seconds."""
+    tokens = stats.computed_prompt_tokens + stats.completion_tokens
+    return (
+        f"{tokens / seconds:,.0f} tokens/s, step {stats.num_steps:,}, "
+        f"KV {format_bytes(stats.kv_peak_bytes)} at most"
+    )

@@ -10,13 +10,21 @@ def over_limits(limits: LimitsSection, summary: dict[str, Any]) -> str | None:
     rows = summary["rows"]
     if rows and not summary["ok"]:
         return f"none of {rows:,} rows got an answer"
-    failed = summary["errors"] + summary["rejected"]
+    failed, answers = summary["errors"] + summary["rejected"], summary["answers"]
     over = [
-        f"{count:,} of {rows:,} rows ({count / rows:.1%}) {what}, limits.{key} allows {ratio:.1%}"
-        for key, what, count, ratio in (
-            ("max_error_ratio", "got no answer", failed, limits.max_error_ratio),
-            ("max_truncated_ratio", "were cut to fit", summary["truncated"], limits.max_truncated_ratio),
+        f"{count:,} of {total:,} {things} ({count / total:.1%}) {what}, limits.{key} allows {ratio:.1%}"
+        for key, things, what, count, total, ratio in (
+            ("max_error_ratio", "rows", "got no answer", failed, rows, limits.max_error_ratio),
+            (
+                "max_truncated_ratio",
+                "rows",
+                "were cut to fit",
+                summary["truncated"],
+                rows,
+                limits.max_truncated_ratio,
+            ),
+            ("max_cut_ratio", "answers", "were cut", summary["cut"], answers, limits.max_cut_ratio),
         )
-        if ratio is not None and count > ratio * rows
+        if ratio is not None and count > ratio * total
     ]
     return "; ".join(over) or None

@@ -297,10 +297,8 @@ def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
     most = runner.job.generation.max_new_tokens
     try:
         last = open_run(Path(runner.job.output_dir) / "latest").read_summary()
-        if last.get("answers") and last.get("completion_tokens"):
-            # of every request: each part of a document has an answer to each question
-            num_answers = last["answers"] * max(1, len(runner.job.prompt.questions))
-            return min(most, last["completion_tokens"] / num_answers), "as in the last run"
+        if last.get("own_answers") and last.get("completion_tokens"):
+            return min(most, last["completion_tokens"] / last["own_answers"]), "as in the last run"
     except InputError:
         pass
     try:

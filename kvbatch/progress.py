@@ -28,7 +28,8 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, beat: Callable[..., None] | None = None):
         self._stream = stream or sys.stderr
         self.beat = beat
-        self.live: Callable[[], str] = str  # what the engine is at, between rows
+        # what the engine is at, between rows, told the seconds of the phase; it knows its own speed
+        self.live: Callable[[float], str] | None = None
         self.phase_s: dict[str, float] = {}
         self._is_terminal = self._stream.isatty()
         self._bar: Any = None
@@ -65,6 +66,13 @@ class Progress:
                 )
             else:
                 self._line("…")
+
+    def expect(self, total_rows: int) -> None:
+        """Say how many rows this phase has, once that is known."""
+        with self._lock:
+            self._total = total_rows
+            if self._bar is not None:
+                self._bar.total = total_rows
 
     def advance(self, num_rows: int, num_tokens: int) -> None:
         """Count rows that are done in this phase."""
@@ -120,10 +128,10 @@ class Progress:
             parts.append(f"{elapsed_s:,.0f} s")
         elif self._bar is None:
             parts.append(f"{self._rows:,} of {self._total:,} rows" if self._total else f"{self._rows:,} rows")
-        if self._tokens:
+        if self.live:
+            parts.append(self.live(elapsed_s))
+        elif self._tokens:
             parts.append(f"{self._tokens / elapsed_s:,.0f} tokens/s")
-        if live := self.live():
-            parts.append(live)
         return ", ".join(parts)
 
     def _line(self, text: str) -> None:

@@ -22,6 +22,7 @@ _METRICS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "Rows in the output, by status.",
         {'status="ok"': "ok", 'status="error"': "errors", 'status="rejected"': "rejected"},
     ),
+    ("cut_answers", "Answers cut at their longest or for going round in circles.", {"": "cut"}),
     ("carried_rows", "Rows carried over from an earlier run.", {"": "carried"}),
     ("truncated_rows", "Rows whose document was cut to fit.", {"": "truncated"}),
     (

@@ -17,6 +17,7 @@ import pyarrow as pa
 from kvbatch.errors import InputError, JobFileError
 from kvbatch.job import QualityGuardSection
 from kvbatch.manifest import RunDirectory
+from kvbatch.progress import counted
 from kvbatch.writer import write_table
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Verdict:
         if self.nll_delta is None:
             return "none of the sampled rows could be compared"
         return (
-            f"{self.num_rows} rows, NLL {self.nll_delta:+.4f}, KL {self.kl:.4f}, the same first choice for "
+            f"{counted(self.num_rows, 'row')}, NLL {self.nll_delta:+.4f}, KL {self.kl:.4f}, the same first choice for "
             f"{self.top1_agreement:.1%} of the tokens, {self.kv_kept_ratio:.1%} of the bytes"
         )
 
@@ -125,6 +126,7 @@ class QualitySample:
         if not self._requests:
             raise InputError("no row of the corpus can run in the full cache: nothing to compare caches on")
         self._decoder = runner.model.decoder
+        runner.progress.expect(len(self._requests))
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbatch.advice import superseded_by
+from kvbatch.advice import cut_advice, superseded_by
 from kvbatch.commit import committed_files
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
@@ -30,6 +30,8 @@ _READ = (
     "attempts",
     "outcome",
     "n_parts",
+    "n_answers",
+    "n_cut",
     "dropped_tokens",
     *_SUMS,
 )
@@ -50,7 +52,7 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
     figures["kv_kept_ratio"] = figures["kv_kept_bytes"] / full_bytes if full_bytes else None
     # a continued run is as fast as its last session was
     generated = measures.get("session_completion_tokens", 0)
-    done = measures.get("session_prompt_tokens", 0) + generated
+    done = measures.get("session_computed_prompt_tokens", 0) + generated
     speed = {
         "tokens_per_s": done / seconds if seconds else None,
         "generated_tokens_per_s": generated / seconds if seconds else None,
@@ -64,7 +66,8 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
         "model": manifest["model"]["path"],
         "planned_rows": manifest.get("num_rows"),
     }
-    return head | figures | speed | measures | _places(run)
+    advice = {"advice": cut_advice(run, manifest, figures)}
+    return head | figures | advice | speed | measures | _places(run)
 
 
 def _places(run: RunDirectory) -> dict[str, Any]:
@@ -103,12 +106,16 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
         *_LONG,
         "parts",
         "answers",
+        "ended",
+        "cut",
+        "own_answers",
         "dropped_tokens",
         *_SUMS,
     )
     counts = Counter(dict.fromkeys(names, 0))
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
+    longest = 0  # prompt of a row whose only answer was cut, as it stands
     for file in committed_files(run):
         rows = _read(file, run.repair)
         ran = rows.filter(rows["attempts"] > 0)
@@ -119,14 +126,20 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
         outcomes = _counts(ran, "outcome")
         counts.update({name: outcomes[name] for name in _LONG})
         counts["parts"] += ran.filter(ran["outcome"] == "split")["n_parts"].sum()
-        done = own.filter(own["status"] == "ok")["n_parts"]
-        counts["answers"] += done.sum() + (done > 1).sum()  # to each question; partial ones are then joined
+        answers, cut = ran["n_answers"].sum(), ran["n_cut"].sum()
+        counts.update(answers=answers, cut=cut, ended=answers - cut, own_answers=own["n_answers"].sum())
+        alone = ran.filter((ran["finish_reason"] == "length") & (ran["n_answers"] == 1))
+        longest = max(longest, alone.filter(alone["outcome"] == "fits")["prompt_tokens"].max() or 0)
         counts["dropped_tokens"] += ran["dropped_tokens"].sum()
         counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
         counts.update({name: own[name].sum() for name in _SUMS})
         reasons += _counts(ran, "finish_reason")
         codes += _counts(rows, "error_code")
-    return dict(counts) | {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
+    return dict(counts) | {
+        "cut_prompt_tokens": longest,
+        "finish_reasons": _ranked(reasons),
+        "error_codes": _ranked(codes),
+    }
 
 
 def _lane_figures(run: RunDirectory) -> dict[str, Any]:
@@ -157,7 +170,13 @@ def _read(file: Path, remedy: str) -> "pl.DataFrame":
 
     with opened_table(file, remedy) as parquet:
         table = parquet.read([f"kvb_{name}" for name in _READ])
-    return pl.from_arrow(table).rename(lambda name: name.removeprefix("kvb_"))
+    rows = pl.from_arrow(table).rename(lambda name: name.removeprefix("kvb_"))
+    if "n_answers" not in rows.columns:  # of an older release: one a row
+        reason = pl.col("finish_reason")
+        is_cut = reason.is_in(["length", "repetition"])
+        rows = rows.with_columns((is_cut | (reason == "stop")).cast(pl.Int32).alias("n_answers"))
+        rows = rows.with_columns(is_cut.cast(pl.Int32).alias("n_cut"))
+    return rows
 
 
 def _counts(rows: "pl.DataFrame", column: str) -> Counter[str]:
@@ -174,6 +193,7 @@ def render(summary: dict[str, Any]) -> str:
     later = f" by run {s['superseded_by']}" if s.get("superseded_by") else ""
     lines = [
         ("job", f"{s['job']}, run {s['run_id']}, {s['status']}{later}"),
+        *_answer_lines(s),
         ("rows", _row_counts(s)),
         (
             "tokens",
@@ -262,6 +282,19 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("by layer", f"least, median and most of its heads, {unit}"),
         *(("", "  ".join(cells[i : i + _LAYERS_A_LINE])) for i in range(0, len(cells), _LAYERS_A_LINE)),
     ]
+
+
+def answer_counts(s: dict[str, Any]) -> str:
+    """Say how many answers of a summary came to their own end."""
+    return f"{s['ended']:,} ended by {'itself' if s['ended'] == 1 else 'themselves'}, {s['cut']:,} cut"
+
+
+def _answer_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say how many answers came to their own end, before all other figures, and what to do about the others."""
+    if not s["answers"]:
+        return []
+    lines = [("answers", answer_counts(s))]
+    return [*lines, ("cut", s["advice"])] if s["advice"] else lines
 
 
 def _row_counts(s: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ What is known beforehand comes from `LongDocuments.build_batch`; a request over 
 of them is there. Owns which requests a row has and what they add up to; knows neither shards nor the engine's loop.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -96,11 +97,12 @@ class RowWork:
     def result(self) -> Result:
         """Return the row's answer and what all its requests took together.
 
-        Bytes of a part are counted once, whatever the number of questions; the peak is that of the largest request.
+        It ended as the worst of them, answers of parts included. Bytes are those of the largest request: requests
+        of one row need not be in memory together.
         """
         results = list(self._results.values())
         finals = [self._final(question) for question in range(self._num_questions)]
-        worst = min(finals, key=lambda final: _WORST_FIRST.index(final.finish_reason))
+        worst = min(finals, key=_badness)
         sums = {
             name: sum(getattr(result, name) for result in results)
             for name in (
@@ -112,14 +114,10 @@ class RowWork:
                 "decode_s",
             )
         }
-        for name in ("kv_full_bytes", "kv_kept_bytes"):
-            by_place: dict[int, int] = {}
-            for number, result in self._results.items():
-                place = number // self._num_questions
-                by_place[place] = max(by_place.get(place, 0), getattr(result, name))
-            sums[name] = sum(by_place.values())
-        peak = max(result.kv_peak_bytes for result in results)
-        return replace(worst, text=finals[0].text, kv_peak_bytes=peak, **sums)
+        largest = max(results, key=lambda result: result.kv_peak_bytes)
+        sums |= {name: getattr(largest, name) for name in ("kv_full_bytes", "kv_kept_bytes", "kv_peak_bytes")}
+        reason = min(results, key=_badness).finish_reason
+        return replace(worst, text=finals[0].text, finish_reason=reason, **sums)
 
     def _final(self, question: int) -> Result:
         """Return the result that answers a question: the last one, or one that failed."""
@@ -136,11 +134,14 @@ class RowWork:
         return replace(result, error_message=f"{where}: {result.error_message}")
 
     def columns(self) -> dict[str, Any]:
-        """Return the output columns that only rows of several parts have."""
+        """Return the output columns that count answers, and those that only rows of several parts have."""
+        ends = Counter(result.finish_reason for result in self._results.values())
+        num_cut = ends["length"] + ends["repetition"]
+        counts = {"kvb_n_answers": ends["stop"] + num_cut, "kvb_n_cut": num_cut}
         if self._num_parts == 1:
-            return {}
+            return counts
         kept = range(self._num_parts * self._num_questions) if self._keeps_parts else None
-        return {
+        return counts | {
             "kvb_n_levels": max(self._level),
             "kvb_parts": None if kept is None else [self._part(number) for number in kept],
         }
@@ -169,3 +170,7 @@ class RowWork:
             }
             for question, final, is_failed in zip(self.questions, finals, failed, strict=True)
         ]
+
+
+def _badness(result: Result) -> int:
+    return _WORST_FIRST.index(result.finish_reason)

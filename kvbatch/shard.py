@@ -48,6 +48,8 @@ OUTPUT_FIELDS = [
     pa.field("kvb_outcome", pa.string()),  # what the plan made of the document: fits | truncated | split | …
     pa.field("kvb_n_parts", pa.int32()),
     pa.field("kvb_n_levels", pa.int32()),  # of answers over answers, of a split document
+    pa.field("kvb_n_answers", pa.int32()),  # to its questions, of its parts and over these
+    pa.field("kvb_n_cut", pa.int32()),  # of them, those that ended by length or repetition
     pa.field("kvb_answers", pa.list_(pa.struct(ANSWER_FIELDS))),  # to several questions, in their order
     pa.field("kvb_parts", pa.list_(pa.struct(PART_FIELDS))),  # what the parts answered, if it is kept
     pa.field("kvb_dropped_tokens", pa.int64()),

@@ -124,6 +124,11 @@ class CompressedCache:
         return sum(len(frames) for frames in self.store.frames) * self.store.pool.frame_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """The same: a frame that was taken stays until the end."""
+        return self.kept_bytes
+
+    @property
     def lane_usage(self) -> LaneUsage:
         """What the lanes keep, asked of their lists; tokens still in the arena are in none."""
         kinds = [[self.sinks, *self.pending, self.recent], *([tier] for tier in self.tiers)]

@@ -85,6 +85,11 @@ class SequenceCache:
     def own_bytes(self) -> int:
         return self.own_pages * self.pool.layout.page_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pages, shared ones included."""
+        return self.pages.numel() * self.pool.layout.page_bytes
+
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` more slots of every lane as filled."""
         self.lengths += num_tokens

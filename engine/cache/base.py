@@ -20,6 +20,7 @@ class SequenceHandle(Protocol):
 
     num_tokens: int  # cached, kept or not
     own_bytes: int  # held by this sequence alone
+    held_bytes: int  # by this sequence, shared pages included
     kept_bytes: int  # what its tokens take, shared pages included
     lane_usage: LaneUsage | None  # what its lanes keep; None where every lane keeps every token
     open_chunk_tokens: int  # the most prompt tokens it takes in one step

@@ -79,7 +79,7 @@ def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_j
     if not policy.compresses:
         raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
-        runner.progress.start("judging", limits.sample)
+        runner.progress.start("judging")
         rows = QualitySample(runner, limits.sample, runner.progress.advance).compare({"job": policy})
     verdict = judge(rows, limits)
     if as_json:
@@ -115,7 +115,7 @@ def tune(
     job = load_job(job_file, overrides)
     limits = _limits(job, **given)
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
-        runner.progress.start("judging", limits.sample)
+        runner.progress.start("judging")
         found = tune.tune(runner, limits)
     if plot_file:
         tune.plot(found, plot_file)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvbatch.page import plots
 from kvbatch.progress import format_bytes
+from kvbatch.report import answer_counts
 
 _MAX_ID_CHARS = 80
 _MAX_QUALITY_ROWS = 20
@@ -30,6 +31,7 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: dict
         f"<h1>{escape(summary['job'])}</h1>",
         f'<p class="muted">run {escape(summary["run_id"])}, {escape(summary["status"])}, '
         f"started {escape(manifest.get('created'))}</p>",
+        _cut(summary),
         _tiles(summary),
         _plots(summary, figures),
         _quality(figures["quality"]),
@@ -61,8 +63,17 @@ def _section(title: str, *parts: str) -> str:
     return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts)
 
 
+def _cut(s: dict[str, Any]) -> str:
+    """Say of cut answers what to do, before all figures."""
+    if not s["advice"]:
+        return ""
+    text = f"{s['cut']:,} of {s['answers']:,} answers were cut {s['advice']}."
+    return f'<p class="warning">{escape(text)}</p>'
+
+
 def _tiles(s: dict[str, Any]) -> str:
     tiles = [
+        ("answers", f"{s['answers']:,}", answer_counts(s)),
         ("rows", f"{s['rows']:,}", f"{s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"),
         ("prompt tokens", f"{s['prompt_tokens']:,}", f"{s['cached_prompt_tokens']:,} from the shared prefix"),
         ("generated tokens", f"{s['completion_tokens']:,}", ""),

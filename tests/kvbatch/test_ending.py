@@ -42,7 +42,9 @@ def test_every_way_to_end(job_file, kvbatch):
     records = [{"id": n, "text": "fox"} for n in range(3)] + [{"id": 3, "text": ""}]
     path = job_file(records, output={"metrics": "metrics/test.prom"}, limits={"max_error_ratio": 0.3})
     code, told, stdout = kvbatch("run", path)
-    assert code == 0 and "4: 3 ok" in stdout.splitlines()[1]
+    assert code == 0 and "3 ended by themselves, 0 cut" in stdout.splitlines()[1]
+    assert "4: 3 ok" in stdout.splitlines()[2]
+    assert (told["answers"], told["ended"], told["cut"], told["advice"]) == (3, 3, 0, None)
     assert (told["job"], told["status"], told["exit_code"], told["message"]) == ("test", "complete", 0, None)
     assert (told["rows"], told["ok"], told["rejected"], told["completion_tokens"]) == (4, 3, 1, 3)
     assert Path(told["output"]).is_dir() and told["output"].split("/")[2] == told["run_id"]
