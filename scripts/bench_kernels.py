@@ -35,6 +35,14 @@ from kvcache.quant import quantise_pages
 
 PAGE_TOKENS = 64
 KERNELS = ("product", "prefill", "decode", "quantise", "unpack")
+LAYER_SHAPES = {  # depth and width of a layer's matrices
+    "135M qkv": (576, 960),
+    "135M gate and up": (576, 3072),
+    "135M down": (1536, 576),
+    "0.5B output": (896, 896),
+    "0.5B gate and up": (896, 9728),
+    "0.5B down": (4864, 896),
+}
 NUM_MATRICES = 24  # of a layer, one after the other: more than the caches hold
 
 
@@ -66,16 +74,23 @@ class Bench:
         side = 1024
         self._factors = torch.randn(2, side, side).to(self.dtype)
         self._product_flop = 2 * side**3
-        panel = layer_ops.float_panel() if self.dtype == torch.float32 else 0
-        self._packed = pack_weight(self._factors[1].contiguous(), panel) if panel else None
+        panel = layer_ops.float_panel()
+        self._packed = pack_weight(self._factors[1].contiguous(), panel, self.dtype) if panel else None
+        self._layer_shapes = args.layer_shapes
         self._memory = torch.zeros(2, 32 * 2**20)  # 128 MiB each
 
     def rows_of(self, kernels: Sequence[str]) -> Iterator[Row]:
         packed = [name for name, kind in self.formats.items() if not kind.whole]
         for num_rows in (self.rows, self.chunk, 1024) if "product" in kernels else ():
-            for weights in (torch.float32, torch.bfloat16) if self._packed else ():
+            for weights in (
+                sorted({self.dtype, torch.bfloat16}, key=str, reverse=True) if self._packed else ()
+            ):
                 yield self.product(num_rows, weights)
             yield self.int8_product(num_rows)
+        for name, (depth, width) in LAYER_SHAPES.items() if self._layer_shapes else ():
+            for num_rows in (1, 4, 16, 256, 512, 1024):
+                for dtype in (torch.float32, torch.bfloat16):
+                    yield self.layer_product(name, num_rows, depth, width, dtype)
         if "prefill" in kernels:
             yield self.whole_prompt()
         for kernel, measure, names in (
@@ -88,11 +103,23 @@ class Bench:
                 yield measure(name)
 
     def product(self, num_rows: int, dtype: torch.dtype) -> Row:
-        """Measure float32 rows by weights kept in a type; torch gets float32 ones."""
+        """Measure rows by weights kept in a type; torch gets them in the rows'."""
         x, out, weights = self._layers(num_rows)
         packed = [pack_weight(weight, layer_ops.float_panel(), dtype) for weight in weights]
         return self._products(
             f"product, {num_rows:,} rows, {str(dtype).removeprefix('torch.')} weights",
+            (x, out, weights),
+            lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
+        )
+
+    def layer_product(self, name: str, num_rows: int, depth: int, width: int, dtype: torch.dtype) -> Row:
+        """Measure rows and weights of one type by a matrix of some model, read from memory where rows are few."""
+        count = 4 if num_rows > 16 else max(4, 2**27 // (depth * width * dtype.itemsize))
+        x, out = torch.randn(num_rows, depth).to(dtype), torch.empty(num_rows, width, dtype=dtype)
+        weights = [torch.randn(width, depth).to(dtype) for _ in range(count)]
+        packed = [pack_weight(weight, layer_ops.float_panel(), dtype) for weight in weights]
+        return self._products(
+            f"{name}, {num_rows:,} rows, {str(dtype).removeprefix('torch.')}",
             (x, out, weights),
             lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
         )
@@ -259,6 +286,9 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--head-dim", type=int, default=64)
     p.add_argument(
         "--dtype", default="auto", help="of queries: float32, bfloat16, or auto, as a job takes it"
+    )
+    p.add_argument(
+        "--layer-shapes", action="store_true", help="and products of two models' matrices, in both dtypes"
     )
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--seconds", type=float, default=3, help="per row of the table")

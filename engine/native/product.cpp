@@ -68,7 +68,7 @@ struct Halves {
   static constexpr int PARTS = 2;
 
   static Wide weights(const bf16* p, int part) { return half_of((WideBits)load_wide(p), part); }
-  static Wide input(const bf16* p, int part) { return half_of(both(p), part); }
+  static Wide input(const bf16* p, int part) { return half_of((WideBits)held((Wide)both(p)), part); }
   static Wide add(Wide sum, Wide x, Wide weight) { return sum + x * weight; }
 #endif
 };
@@ -93,8 +93,9 @@ __attribute__((noinline)) void tile(const typename Kind::Input* x, int64_t strid
       for (int i = 0; i < ROWS; i++) {
         const Wide number = Kind::input(x + i * stride + k, part);
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) sums[i][j] = Kind::add(sums[i][j], number, weights[j]);
+        for (int j = 0; j < VECTORS; j++) sums[i][j] = held(Kind::add(sums[i][j], number, weights[j]));
       }
+      if (Kind::PARTS > 1) asm volatile("" ::: "memory");  // the next part's numbers wait for registers
     }
   }
 #pragma GCC unroll 6
