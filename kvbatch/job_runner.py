@@ -58,11 +58,12 @@ class JobRunner:
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
         earlier: RunDirectory | None = None,
     ):
-        import torch
+        with stopper.shield():  # a library that was half imported does not always end well
+            import torch
 
-        from kvbatch.answers import answer_form
-        from kvbatch.chat_prompt import prompt_builder
-        from kvbatch.model import open_model
+            from kvbatch.answers import answer_form
+            from kvbatch.chat_prompt import prompt_builder
+            from kvbatch.model import open_model
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
@@ -135,9 +136,9 @@ class JobRunner:
         if not insists and self.job.input.incremental and not changed_keys:
             return False  # a new run carries over what this one finished
         raise JobChanged(
-            f"{run.path} cannot be continued, since what decides its output changed:\n  "
-            + "\n  ".join(lines)
-            + "\n(kvbatch run --new-run starts afresh)"
+            f"{run.path} cannot be continued, since what decides its output changed:",
+            *(f"  {line}" for line in lines),
+            "(kvbatch run --new-run starts afresh)",
         )
 
     def choose_rows(self, carry: Carry | None, new_run: bool) -> None:

@@ -17,6 +17,7 @@ import polars as pl
 
 from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, JobFileError, OutputError
+from kvbatch.escapes import escaped
 from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
@@ -317,7 +318,8 @@ def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
 def render(view: PlanView, price_per_hour: float | None = None) -> str:
     """Return the plan for a terminal, beside it what it would be under other keys."""
     columns = [("", view), view.what_if] if view.what_if else [("", view)]
-    lines = [f"plan         {view.run.path / 'plan.parquet'}{'' if view.is_new else ', made earlier'}"]
+    place = escaped(str(view.run.path / "plan.parquet"))
+    lines = [f"plan         {place}{'' if view.is_new else ', made earlier'}"]
     summary = view.summary
     outcomes = ", ".join(f"{count:,} {name}" for name, count in summary.outcomes.items())
     lines.append(f"rows         {summary.num_rows:,}: {outcomes or 'none'}")

@@ -1,12 +1,12 @@
 """During a run and after it: `status`, `report`, `diff` and `export`."""
 
-import json
-import sys
 from pathlib import Path
 
 import click
 
-from kvbatch.commands.common import guarded
+from kvbatch.commands.common import guarded, print_json
+from kvbatch.escapes import all_escaped
+from kvbatch.streams import outlets
 
 
 @click.command()
@@ -18,7 +18,10 @@ def status(run_path: Path, as_json: bool) -> int:
     from kvbatch.status import load_status, render_status
 
     found = load_status(run_path)
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
+    if as_json:
+        print_json(found)
+    else:
+        print(render_status(all_escaped(found)))
     return 0
 
 
@@ -31,7 +34,7 @@ def report(run_path: Path, as_json: bool) -> int:
     if as_json:
         from kvbatch.report import load_summary
 
-        click.echo(json.dumps(load_summary(run_path), ensure_ascii=False))
+        print_json(load_summary(run_path))
     else:
         from kvbatch.manifest import open_run
         from kvbatch.page import write_page
@@ -39,7 +42,7 @@ def report(run_path: Path, as_json: bool) -> int:
         try:
             write_page(open_run(run_path))
         finally:  # the summary can be told of a run whose directory cannot be written
-            click.echo(_rendered(run_path))
+            print(_rendered(run_path))
     return 0
 
 
@@ -54,7 +57,10 @@ def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
     from kvbatch.manifest import open_run
 
     found = compare(open_run(run_a), open_run(run_b))
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_diff(found))
+    if as_json:
+        print_json(found)
+    else:
+        print(render_diff(all_escaped(found)))
     return 0
 
 
@@ -70,8 +76,13 @@ def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="A file, which appears when it is whole."
 )
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="CSV: leave cells as they are; by default ' goes before what a spreadsheet would run as a formula.",
+)
 @guarded
-def export(run_path: Path, format_: str, output: Path | None) -> int:
+def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
     """Write the rows of RUN in another format, to stdout or a file."""
     from kvbatch.export import export_rows
     from kvbatch.manifest import open_run
@@ -80,13 +91,14 @@ def export(run_path: Path, format_: str, output: Path | None) -> int:
     run = open_run(run_path)
     if output:
         with atomic_file(output) as stream:
-            export_rows(run, format_, stream)
+            export_rows(run, format_, stream, raw=raw)
     else:
-        export_rows(run, format_, sys.stdout.buffer)
+        with outlets() as out, out.raising():
+            export_rows(run, format_, out.buffer, raw=raw)
     return 0
 
 
 def _rendered(run_path: Path) -> str:
     from kvbatch.report import load_summary, render
 
-    return render(load_summary(run_path))
+    return render(all_escaped(load_summary(run_path)))
