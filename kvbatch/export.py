@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import IO, Any
 
 from kvbatch.corpus.strings import plain_value
+from kvbatch.escapes import escaped
 from kvbatch.manifest import RunDirectory
 from kvbatch.run_rows import iter_tables
 
@@ -32,7 +33,7 @@ def export_rows(run: RunDirectory, format_: str, out: IO[bytes], *, raw: bool = 
 def _jsonl(run: RunDirectory) -> Iterator[str]:
     """Yield one JSON object a row, with all columns."""
     for row in _rows(run):
-        yield json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        yield _json(row)
 
 
 def _csv(run: RunDirectory, *, raw: bool = False) -> Iterator[str]:
@@ -70,7 +71,7 @@ def _openai_batch(run: RunDirectory) -> Iterator[str]:
             answer["response"] = {"status_code": 200, "request_id": name, "body": body}
         else:
             answer["error"] = {"code": row["kvb_error_code"], "message": row["kvb_error_message"]}
-        yield json.dumps(answer, ensure_ascii=False) + "\n"
+        yield _json(answer)
 
 
 # https://owasp.org/www-community/attacks/CSV_Injection; some spreadsheets pass over blanks and quotes, or take
@@ -83,6 +84,11 @@ FORMATS: dict[str, Callable[[RunDirectory], Iterator[str]]] = {
     "openai-batch": _openai_batch,
     "csv": _csv,
 }
+
+
+def _json(row: dict[str, Any]) -> str:
+    """Return a line that may be shown on a terminal."""
+    return escaped(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _choice(row: dict[str, Any]) -> dict[str, Any]:

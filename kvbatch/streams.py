@@ -1,4 +1,4 @@
-"""Standard output and standard error, on which no command depends.
+"""Standard output and standard error, on which no job depends.
 
 Messages that cannot be written are dropped: a full disk, a closed pipe or a lost terminal costs lines and nothing else.
 Of what a command prints as its product the first failure is kept, for the exit code. Both show control characters
@@ -13,7 +13,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from kvbatch.errors import OutputError
 from kvbatch.escapes import ENCODING_ERRORS, escaped
@@ -150,6 +150,11 @@ class Product(_Outlet):
         """Why something could not be written."""
         return self._whole.failure
 
+    @property
+    def data(self) -> IO[bytes]:
+        """Where whole lines of UTF-8 go as they are, but for a terminal, which shows their control characters."""
+        return _Shown(self) if self.isatty() else self.buffer
+
     @contextmanager
     def raising(self) -> Iterator[None]:
         """Raise ReaderLeft or OutputError as soon as something cannot be written."""
@@ -166,6 +171,18 @@ class Product(_Outlet):
     def write(self, text: str) -> int:
         """See `io.TextIOBase.write`."""
         return super().write(escaped(text, keep="\n\t"))
+
+
+class _Shown(io.BytesIO):
+    """Lines of UTF-8 on the way to a text stream."""
+
+    def __init__(self, out: TextIO):
+        super().__init__()
+        self._out = out
+
+    def write(self, data: Any) -> int:
+        self._out.write(bytes(data).decode().replace("\r\n", "\n"))
+        return len(data)
 
 
 def messages(stream: TextIO | None) -> Messages:

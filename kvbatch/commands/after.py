@@ -94,7 +94,7 @@ def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
             export_rows(run, format_, stream, raw=raw)
     else:
         with outlets() as out, out.raising():
-            export_rows(run, format_, out.buffer, raw=raw)
+            export_rows(run, format_, out.data, raw=raw)
     return 0
 
 
