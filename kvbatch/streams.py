@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import select
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import IO, Any, TextIO
 from kvbatch.errors import OutputError
 from kvbatch.escapes import ENCODING_ERRORS, escaped
 
-PATIENCE_S = 1.0  # with a reader that was there until now
+PATIENCE_S = 1.0  # with a reader that took the last message
 _BUFFER_BYTES = 1 << 16
 _CURSOR_UP = "\x1b[A"  # between the bars of tqdm, the only sequence that goes out
 
@@ -33,11 +34,14 @@ class _Raw(io.RawIOBase):
     def __init__(self, stream: TextIO | None):
         self._stream = stream
         self._fd: int | None = None
-        self._is_terminal = False
+        self._is_terminal = self._is_device = False
         with suppress(AttributeError, OSError, ValueError):  # no stream, one in memory, one that is closed
             stream.flush()
             self._fd = stream.fileno()
             self._is_terminal = stream.isatty()
+            self._is_device = stat.S_ISCHR(
+                os.fstat(self._fd).st_mode
+            )  # what a terminal is still when it is gone
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def writable(self) -> bool:
@@ -93,13 +97,16 @@ class _Whole(_Raw):
 
     failure: OutputError | ReaderLeft | None = None
     raises = False
+    patience_s: float | None = None
 
     def write(self, data: Any) -> int:
         while self.failure is None:
             try:
-                return self._put(bytes(data))
+                if not self._is_free(self.patience_s):
+                    raise TimeoutError(errno.ETIMEDOUT, "it is not read")
+                return self._put(bytes(data[: select.PIPE_BUF] if self.patience_s else data))
             except BlockingIOError:
-                self._is_free(None)
+                continue
             except (OSError, ValueError) as error:
                 self.failure = self._named(error)
         if self.raises:
@@ -107,8 +114,11 @@ class _Whole(_Raw):
         return len(data)
 
     def _named(self, error: OSError | ValueError) -> OutputError | ReaderLeft:
-        is_gone = self._is_terminal and getattr(error, "errno", None) == errno.EIO
-        if is_gone or isinstance(error, ConnectionError):
+        if (
+            self._is_device
+            and getattr(error, "errno", None) == errno.EIO
+            or isinstance(error, ConnectionError)
+        ):
             return ReaderLeft("nobody reads standard output")
         return OutputError(f"cannot write to standard output: {getattr(error, 'strerror', None) or error}")
 
@@ -163,6 +173,10 @@ class Product(_Outlet):
             yield
         finally:
             self._whole.raises = False
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Take it for a failure if a reader stands still for longer; by default it is waited for."""
+        self._whole.patience_s = seconds
 
     def forgive(self) -> None:
         """Forget a failure: what was printed was not what the command is there for."""

@@ -14,6 +14,8 @@ from kvbatch.escapes import escaped
 from kvbatch.stop import obey_signals
 from kvbatch.streams import Product, ReaderLeft, outlets
 
+_PATIENCE_S = 10.0  # with a reader of a job's summary
+
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
     """Let a command exit with the code that it returns, or with an error's message and code.
@@ -34,12 +36,17 @@ def guarded_job(command: Callable[..., int]) -> Callable[..., None]:
     It obeys signals when it is ready to tell how it ended.
     """
 
+    def patient(*args: Any, **options: Any) -> int:
+        with outlets() as out:
+            out.wait_at_most(_PATIENCE_S)
+            return command(*args, **options)
+
     def unread(code: int, out: Product) -> int:
         out.flush()
         out.forgive()
         return code
 
-    return _guarded(command, command, unread)
+    return _guarded(command, patient, unread)
 
 
 def printed(code: int, out: Product) -> int:

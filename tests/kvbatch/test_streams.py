@@ -73,6 +73,8 @@ def check(monkeypatch, name, kind, error_kind):
 def test_every_command_on_streams_of_no_use(kind, ran, monkeypatch):
     for name in COMMANDS:
         check(monkeypatch, name, kind, kind)
+    monkeypatch.setattr("kvbatch.commands.common._PATIENCE_S", 0.01)
+    check(monkeypatch, "run, nothing new", "stuck", kind)
     for name in ("run, no job", "validate", "inspect", "status", "export", "help", "no command"):
         check(monkeypatch, name, kind, "whole")
 
@@ -81,7 +83,8 @@ def test_every_command_on_streams_of_no_use(kind, ran, monkeypatch):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_on_every_pair_of_streams(name, ran, monkeypatch):
     kinds = ("whole", "absent", "closed", "full", "broken", "lost")
-    for kind, error_kind in product(kinds, (*kinds, "stuck")):
+    monkeypatch.setattr("kvbatch.commands.common._PATIENCE_S", 0.01)
+    for kind, error_kind in product(kinds + ("stuck",) * (name in JOBS), (*kinds, "stuck")):
         check(monkeypatch, name, kind, error_kind)
 
 
