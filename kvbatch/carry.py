@@ -109,7 +109,7 @@ def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
         lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
         if lines:
             raise JobChanged(
-                f"the model changed since {run.path}; run the job anew:\n  " + "\n  ".join(lines)
+                f"the model changed since {run.path}; run the job anew:", *(f"  {line}" for line in lines)
             )
 
 

@@ -5,11 +5,17 @@ Commands import what they need when they run, so that help, reports and runs wit
 
 import logging
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
 from kvbatch import __version__
 from kvbatch.commands import after, before, running
+from kvbatch.commands.common import printed
+from kvbatch.escapes import escaped
+from kvbatch.stop import hold_signals
+from kvbatch.streams import open_missing_descriptors, outlets
 
 
 class _ToStderr(logging.Handler):
@@ -19,16 +25,39 @@ class _ToStderr(logging.Handler):
         """See `logging.Handler.emit`."""
         from tqdm import tqdm
 
-        tqdm.write(record.getMessage(), file=sys.stderr)
+        tqdm.write(escaped(record.getMessage()), file=sys.stderr)
 
 
 def main() -> None:
     """Run the command line and exit."""
-    for name in ("kvbatch", "engine", "kvcache"):  # what takes long or falls back says so
-        logger = logging.getLogger(name)
+    open_missing_descriptors()
+    hold_signals()
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Run a command line on whatever standard output and standard error are; return its exit code."""
+    with outlets() as out, _log_shown():
+        try:
+            cli.main(list(arguments), prog_name="kvbatch")
+        except SystemExit as end:
+            return printed(int(end.code or 0), out)
+        raise AssertionError("click exits")
+
+
+@contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show what takes long or falls back and says so."""
+    handler = _ToStderr()
+    loggers = [logging.getLogger(name) for name in ("kvbatch", "engine", "kvcache")]
+    for logger in loggers:
         logger.setLevel(logging.INFO)
-        logger.addHandler(_ToStderr())
-    cli.main(prog_name="kvbatch")
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -36,11 +36,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         return _validate(source)
     except ValidationError as error:
         if not _retype(source, error):
-            raise JobFileError(_explain(source, error)) from None
+            raise JobFileError(*_explain(source, error)) from None
     try:
         return _validate(source)
     except ValidationError as error:
-        raise JobFileError(_explain(source, error)) from None
+        raise JobFileError(*_explain(source, error)) from None
 
 
 def to_yaml(job: Job) -> str:
@@ -75,7 +75,7 @@ def _retype(source: Source, error: ValidationError) -> bool:
     return changed
 
 
-def _explain(source: Source, error: ValidationError) -> str:
+def _explain(source: Source, error: ValidationError) -> list[str]:
     messages: dict[KeyPath, str] = {}
     for item in error.errors():
         key = _real_key(source.data, item["loc"])
@@ -97,7 +97,7 @@ def _explain(source: Source, error: ValidationError) -> str:
             messages[key] += f"; or {_lower(item['msg'])}"  # another branch of a union
         else:
             messages[key] = f"{source.place(key)}: {text}"
-    return "\n".join(messages.values())
+    return list(messages.values())
 
 
 def _complaint(key: KeyPath, item: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvbatch.errors import Interrupted, KvbatchError, LimitExceeded, OutputError, Skipped
+from kvbatch.escapes import all_escaped
 from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory
 from kvbatch.prometheus import write_metrics
@@ -37,25 +38,29 @@ class Ending:
         self.run, self.is_new = run, True
 
     def tell(self, error: BaseException | None, out: TextIO) -> None:
-        """Print the summary of a run that came to its end, then the line for machines; write the metrics.
+        """Print the summary of a run that came to its end, write the metrics, print the line for machines.
 
         Args:
             error: by which it ended.
 
         Raises:
-            OutputError: The metrics cannot be written, and there was no error before.
+            KvbatchError: The metrics cannot be written, or the summary not read, and there was no error before.
         """
-        if self.run and self.is_new and self.run.read_summary():
+        problem = None
+        is_end = error is None or isinstance(error, LimitExceeded)
+        if self.run and self.is_new and is_end and self.run.read_summary():
             from kvbatch.report import load_summary, render
 
-            print(render(load_summary(self.run.path)), file=out)
-        facts = self._facts(error)
-        problem = None
+            try:
+                print(render(all_escaped(load_summary(self.run.path))), file=out)
+            except KvbatchError as unreadable:
+                problem = unreadable
+        facts = self._facts(error or problem)
         if self.job and self.job.output.metrics and not isinstance(error, Skipped):
             try:
                 write_metrics(Path(self.job.output.metrics).expanduser(), facts)
             except OutputError as unwritable:
-                problem = unwritable
+                problem = problem or unwritable
         if problem and error is None:
             facts = self._facts(problem)
         print(json.dumps(facts, ensure_ascii=False, default=str), file=out, flush=True)

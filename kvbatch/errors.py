@@ -14,9 +14,19 @@ KvbatchError            70  internal: a rerun may succeed
 
 
 class KvbatchError(Exception):
-    """Base of every error that carries a message meant for the user."""
+    """Base of every error that carries a message meant for the user.
+
+    Args:
+        lines: of the message. A line break within one is part of what it quotes, and shown as such.
+    """
 
     exit_code = 70
+
+    def __init__(self, *lines: str):
+        super().__init__(*lines)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class Skipped(KvbatchError):

@@ -3,45 +3,50 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import IO, Any
 
 from kvbatch.corpus.strings import plain_value
+from kvbatch.escapes import escaped
 from kvbatch.manifest import RunDirectory
 from kvbatch.run_rows import iter_tables
 
 
-def export_rows(run: RunDirectory, format_: str, out: IO[bytes]) -> None:
+def export_rows(run: RunDirectory, format_: str, out: IO[bytes], *, raw: bool = False) -> None:
     """Write all rows of a run.
 
     Args:
         format_: a key of `FORMATS`.
         out: gets UTF-8.
+        raw: whether cells of CSV stay as they are, even if a spreadsheet would run them as formulas.
 
     Raises:
         InputError: The run directory is damaged.
     """
-    for line in FORMATS[format_](run):
+    lines = _csv(run, raw=raw) if format_ == "csv" else FORMATS[format_](run)
+    for line in lines:
         out.write(line.encode())
 
 
 def _jsonl(run: RunDirectory) -> Iterator[str]:
     """Yield one JSON object a row, with all columns."""
     for row in _rows(run):
-        yield json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        yield _json(row)
 
 
-def _csv(run: RunDirectory) -> Iterator[str]:
+def _csv(run: RunDirectory, *, raw: bool = False) -> Iterator[str]:
     """Yield RFC 4180 lines below a header; null is an empty field, lists and structs are JSON."""
+    cell = _cell if raw else _harmless_cell
     line = io.StringIO()
     writer = csv.writer(line)
     has_header = False
     for row in _rows(run):
         if not has_header:
-            writer.writerow(row)
+            writer.writerow(cell(name) for name in row)
             has_header = True
-        writer.writerow(_cell(value) for value in row.values())
+        writer.writerow(cell(value) for value in row.values())
         yield line.getvalue()
         line.seek(0)
         line.truncate()
@@ -66,14 +71,24 @@ def _openai_batch(run: RunDirectory) -> Iterator[str]:
             answer["response"] = {"status_code": 200, "request_id": name, "body": body}
         else:
             answer["error"] = {"code": row["kvb_error_code"], "message": row["kvb_error_message"]}
-        yield json.dumps(answer, ensure_ascii=False) + "\n"
+        yield _json(answer)
 
+
+# https://owasp.org/www-community/attacks/CSV_Injection; some spreadsheets pass over blanks and quotes, or take
+# full-width signs for plain ones. What has an apostrophe before its formula gets another: one can always be taken away.
+_FORMULA = re.compile(r"[\t\r\n]|[\s'\"\ufeff]*[=+\-@＝＋－＠]")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 FORMATS: dict[str, Callable[[RunDirectory], Iterator[str]]] = {
     "jsonl": _jsonl,
     "openai-batch": _openai_batch,
     "csv": _csv,
 }
+
+
+def _json(row: dict[str, Any]) -> str:
+    """Return a line that may be shown on a terminal."""
+    return escaped(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _choice(row: dict[str, Any]) -> dict[str, Any]:
@@ -108,3 +123,10 @@ def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
+
+
+def _harmless_cell(value: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would take for a formula; a number is none."""
+    cell = _cell(value)
+    is_formula = isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell)
+    return f"'{cell}" if is_formula else cell

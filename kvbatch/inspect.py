@@ -15,6 +15,8 @@ from kvbatch.corpus.fields import FieldTypes
 from kvbatch.corpus.json_values import NumberText
 from kvbatch.corpus.parquet_schema import open_parquet
 from kvbatch.errors import InputError
+from kvbatch.escapes import escaped
+from kvbatch.streams import ReaderLeft
 
 SPOOL_BYTES = 4 << 20
 SHOWN_ROWS = 3
@@ -62,18 +64,21 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
     known = {file.path for file in corpus.files}
     fatal = [problem for path, problem in refused.items() if path not in known]
     totals = _FileView()
-    for problem in fatal:
-        _show_problem(problem, as_json, out)
-    for file in corpus.files:
-        problem = refused.get(file.path)
-        if problem is None:
-            reader = records if file.format == "jsonl" else corpus
-            problem = _show_file(reader, file, totals, as_json, out)
-        else:
+    try:
+        for problem in fatal:
             _show_problem(problem, as_json, out)
-        fatal += [problem] if problem else []
-        if spec.limit is not None and totals.num_rows >= spec.limit:
-            break
+        for file in corpus.files:
+            problem = refused.get(file.path)
+            if problem is None:
+                reader = records if file.format == "jsonl" else corpus
+                problem = _show_file(reader, file, totals, as_json, out)
+            else:
+                _show_problem(problem, as_json, out)
+            fatal += [problem] if problem else []
+            if spec.limit is not None and totals.num_rows >= spec.limit:
+                break
+    except ReaderLeft:
+        return InputError.exit_code if fatal else 0
     num_rejected = totals.rejects.total()
     summary = {"rows": totals.num_rows, "rejected": num_rejected, "fatal": len(fatal)}
     if as_json:
@@ -83,7 +88,7 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
             f"{totals.num_rows:,} rows, {num_rejected:,} rejected, {len(fatal):,} files unreadable", file=out
         )
     for warning in dict.fromkeys(corpus.warnings + records.warnings):
-        print(f"warning: {warning}", file=err)
+        print(f"warning: {escaped(warning)}", file=err)
     return InputError.exit_code if fatal else 0
 
 
@@ -138,7 +143,7 @@ def _row_object(document: Document) -> dict:
 
 def _show_problem(problem: FileProblem, as_json: bool, out: TextIO) -> None:
     if not as_json:
-        print(f"{problem.path}\n  cannot be read: {problem.message}\n", file=out)
+        print(f"{escaped(problem.path)}\n  cannot be read: {escaped(problem.message)}\n", file=out)
         return
     row = dict.fromkeys(("file", "row", "row_id", "status", "chars", "sha1", "error"))
     row.update(file=problem.path, status="fatal", error=problem.message)
@@ -158,17 +163,15 @@ def _column_types(file: SourceFile, fields: FieldTypes) -> list[str]:
 
 def _show_view(file: SourceFile, view: _FileView, columns: list[str], out: TextIO) -> None:
     packed = f", {'+'.join(file.compression)}" if file.compression else ""
-    print(f"{file.path}  ({file.format}{packed}, {file.num_bytes:,} bytes)", file=out)
+    print(f"{escaped(str(file.path))}  ({file.format}{packed}, {file.num_bytes:,} bytes)", file=out)
     rejected = ", ".join(f"{count:,} {code}" for code, count in sorted(view.rejects.items()))
     print(f"  {view.num_rows:,} rows" + (f", rejected: {rejected}" if rejected else ""), file=out)
-    print(
-        f"  {'columns' if file.format == 'parquet' else 'other fields'}: {', '.join(columns) or 'none'}",
-        file=out,
-    )
+    names = escaped(", ".join(columns)) or "none"
+    print(f"  {'columns' if file.format == 'parquet' else 'other fields'}: {names}", file=out)
     for document in view.first_rows:
         shown = " ".join(document.text.split())
         shown = shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + "…"
-        print(f"  {document.row:>6}  {document.row_id}  {shown!r}", file=out)
+        print(f"  {document.row:>6}  {escaped(str(document.row_id))}  {shown!r}", file=out)
     for document in view.first_rejects:
-        print(f"  rejected  {document.error_code}: {document.error_message}", file=out)
+        print(f"  rejected  {document.error_code}: {escaped(str(document.error_message))}", file=out)
     print(file=out)

@@ -62,11 +62,12 @@ class JobRunner:
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
         earlier: RunDirectory | None = None,
     ):
-        import torch
+        with stopper.shield():  # a library that was half imported does not always end well
+            import torch
 
-        from kvbatch.answers import answer_form
-        from kvbatch.chat_prompt import prompt_builder
-        from kvbatch.model import open_model
+            from kvbatch.answers import answer_form
+            from kvbatch.chat_prompt import prompt_builder
+            from kvbatch.model import open_model
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
@@ -147,7 +148,9 @@ class JobRunner:
         later = superseded_by(run, found)
         raise JobChanged(
             f"{run.path} {f'was superseded by run {later} and ' if later else ''}cannot be continued, since what "
-            "decides its output changed:\n  " + "\n  ".join(lines) + f"\n({remedy})"
+            "decides its output changed:",
+            *(f"  {line}" for line in lines),
+            f"({remedy})",
         )
 
     def choose_rows(self, carry: Carry | None, new_run: bool) -> None:

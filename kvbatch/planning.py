@@ -15,6 +15,7 @@ import polars as pl
 
 from kvbatch.commit import planned_shards
 from kvbatch.errors import InputError, JobFileError
+from kvbatch.escapes import escaped
 from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
@@ -311,7 +312,8 @@ def _answer_tokens(runner: JobRunner) -> tuple[float, str]:
 def render(view: PlanView, price_per_hour: float | None = None) -> str:
     """Return the plan for a terminal, beside it what it would be under other keys."""
     columns = [("", view), view.what_if] if view.what_if else [("", view)]
-    lines = [f"plan         {view.run.path / 'plan.parquet'}{'' if view.is_new else ', made earlier'}"]
+    place = escaped(str(view.run.path / "plan.parquet"))
+    lines = [f"plan         {place}{'' if view.is_new else ', made earlier'}"]
     summary = view.summary
     outcomes = ", ".join(f"{count:,} {name}" for name, count in summary.outcomes.items())
     lines.append(f"rows         {summary.num_rows:,}: {outcomes or 'none'}")

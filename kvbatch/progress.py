@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kvbatch.errors import OutputError
+from kvbatch.escapes import escaped
+from kvbatch.streams import messages
 
 LINE_INTERVAL_S = 30.0
 BEAT_INTERVAL_S = 10.0
@@ -26,7 +28,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, beat: Callable[..., None] | None = None):
-        self._stream = stream or sys.stderr
+        self._stream = messages(stream or sys.stderr)
         self.beat = beat
         # what the engine is at, between rows, told the seconds of the phase; it knows its own speed
         self.live: Callable[[float], str] | None = None
@@ -86,9 +88,9 @@ class Progress:
         """Show a line beside the progress."""
         with self._lock:
             if self._bar is not None:
-                self._bar.write(text, file=self._stream)
+                self._bar.write(escaped(text), file=self._stream)
             else:
-                print(text, file=self._stream, flush=True)
+                print(escaped(text), file=self._stream, flush=True)
 
     def end(self, is_complete: bool = True) -> None:
         """End the current phase, if there is one, and note its seconds."""

@@ -10,6 +10,7 @@ from kvbatch.manifest import PLAN_FILES, RunDirectory, keep_job
 if TYPE_CHECKING:
     from kvbatch.job_runner import JobRunner
 
+
 def restore_files(runner: "JobRunner", run: RunDirectory) -> None:
     """Write the run's job again, and forget measurements that cannot be made again, where they are damaged.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.escapes import escaped
 from kvbatch.frontier import Point, draw_frontier
 from kvbatch.job import CacheSection, QualityGuardSection
 from kvbatch.quality import QualitySample, Verdict, judge
@@ -64,7 +65,7 @@ def render(candidates: Sequence[Candidate]) -> str:
     for candidate in candidates:
         verdict = candidate.verdict
         if verdict.nll_delta is None:
-            lines.append(f"{candidate.name:<14} {verdict.problems[0]}")
+            lines.append(f"{candidate.name:<14} {escaped(verdict.problems[0])}")
             continue
         lines.append(
             f"{candidate.name:<14} {verdict.kv_kept_ratio:>7.1%} {verdict.nll_delta:>+8.4f} {verdict.kl:>8.4f} "

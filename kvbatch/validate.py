@@ -10,6 +10,7 @@ from typing import TextIO
 
 from kvbatch.config import load_job
 from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
+from kvbatch.escapes import escaped
 from kvbatch.job import Job
 
 _BATCH_ROWS = 512
@@ -33,7 +34,7 @@ def run_validate(job_file: Path, overrides: Sequence[str], *, as_json: bool, out
         findings.append(finding)
         exit_code = exit_code or finding.exit_code
         if not as_json:
-            print(f"{finding.about:<7} {finding.kind:<6} {finding.message}", file=out, flush=True)
+            print(f"{finding.about:<7} {finding.kind:<6} {escaped(finding.message)}", file=out, flush=True)
     if as_json:
         found = {"exit_code": exit_code, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(found, ensure_ascii=False), file=out)
@@ -45,7 +46,7 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     try:
         job = load_job(job_file, overrides)
     except JobFileError as error:
-        yield from (_error("job", error, line) for line in str(error).splitlines())
+        yield from (_error("job", error, str(line)) for line in error.args)
         return
     yield Finding("job", "ok", f"{job_file}: {job.name}")
     yield from _input(job)

@@ -1,13 +1,13 @@
 """During a run and after it: `status`, `report`, `diff`, `export` and `verify`."""
 
-import json
-import sys
 from pathlib import Path
 
 import click
 
-from kvbatch.commands.common import guarded
+from kvbatch.commands.common import guarded, print_json, say
 from kvbatch.errors import InputError
+from kvbatch.escapes import all_escaped
+from kvbatch.streams import outlets
 
 
 @click.command()
@@ -19,7 +19,10 @@ def status(run_path: Path, as_json: bool) -> int:
     from kvbatch.status import load_status, render_status
 
     found = load_status(run_path)
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_status(found))
+    if as_json:
+        print_json(found)
+    else:
+        print(render_status(all_escaped(found)))
     return _told(found["problems"])
 
 
@@ -35,13 +38,13 @@ def report(run_path: Path, as_json: bool) -> int:
 
     summary = load_summary(run_path, deep=True)
     if as_json:
-        click.echo(json.dumps(summary, ensure_ascii=False))
+        print_json(summary)
         return _told(summary["problems"])
     try:
         if not summary["problems"]:  # a page that lacks rows is worse than that of yesterday
             summary["page"] = str(write_page(open_run(run_path)))
     finally:  # the summary can be told of a run whose directory cannot be written
-        click.echo(render(summary))
+        print(render(all_escaped(summary)))
     return _told(summary["problems"])
 
 
@@ -56,7 +59,10 @@ def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
     from kvbatch.manifest import open_run
 
     found = compare(open_run(run_a), open_run(run_b))
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_diff(found))
+    if as_json:
+        print_json(found)
+    else:
+        print(render_diff(all_escaped(found)))
     return 0
 
 
@@ -72,8 +78,13 @@ def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="A file, which appears when it is whole."
 )
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="CSV: leave cells as they are; by default ' goes before what a spreadsheet would run as a formula.",
+)
 @guarded
-def export(run_path: Path, format_: str, output: Path | None) -> int:
+def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
     """Write the rows of RUN in another format, to stdout or a file."""
     from kvbatch.export import export_rows
     from kvbatch.manifest import open_run
@@ -82,12 +93,13 @@ def export(run_path: Path, format_: str, output: Path | None) -> int:
 
     run = open_run(run_path)
     if note := missing_rows(run):
-        click.echo(f"kvbatch: {note}", err=True)
+        say(note)
     if output:
         with atomic_file(output) as stream:
-            export_rows(run, format_, stream)
+            export_rows(run, format_, stream, raw=raw)
     else:
-        export_rows(run, format_, sys.stdout.buffer)
+        with outlets() as out, out.raising():
+            export_rows(run, format_, out.data, raw=raw)
     return 0
 
 
@@ -101,12 +113,15 @@ def verify(run_path: Path, as_json: bool) -> int:
     from kvbatch.verify import verify as verified
 
     found = verified(run_path)
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render_verified(found))
+    if as_json:
+        print_json(found)
+    else:
+        print(render_verified(all_escaped(found)))
     return InputError.exit_code if found["problems"] else 0
 
 
 def _told(problems: list[str]) -> int:
     """Say on stderr what is wrong with a run, and return the exit code."""
     for problem in problems:
-        click.echo(f"kvbatch: {problem}", err=True)
+        say(problem)
     return InputError.exit_code if problems else 0

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded
+from kvbatch.commands.common import OVERRIDES, guarded, print_json
 from kvbatch.errors import JobFileError, LimitExceeded
+from kvbatch.escapes import escaped
+from kvbatch.streams import outlets
 
 if TYPE_CHECKING:
     from kvbatch.job import Job, QualityGuardSection
@@ -55,9 +57,9 @@ def plan(
     with stop_on_signals() as stopper:
         view = plan_job(job, what_if=what_if, other=other, calibrate=calibrate, stopper=stopper)
     if as_json:
-        click.echo(json.dumps(to_json(view, price_per_hour), ensure_ascii=False))
+        print_json(to_json(view, price_per_hour))
     else:
-        click.echo(render(view, price_per_hour))
+        print(render(view, price_per_hour))
     return 0
 
 
@@ -83,11 +85,11 @@ def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_j
         rows = QualitySample(runner, limits.sample, runner.progress.advance).compare({"job": policy})
     verdict = judge(rows, limits)
     if as_json:
-        click.echo(json.dumps(asdict(verdict) | {"rows": rows}, ensure_ascii=False))
+        print_json(asdict(verdict) | {"rows": rows})
     else:
-        click.echo(f"quality      {verdict}")
+        print(f"quality      {escaped(str(verdict))}")
         for problem in verdict.problems:
-            click.echo(f"limit        {problem}")
+            print(f"limit        {escaped(problem)}")
     return 0 if verdict.holds else LimitExceeded.exit_code
 
 
@@ -125,9 +127,9 @@ def tune(
             {"name": c.name, "cache": dict(c.keys), "holds": c.verdict.holds, **asdict(c.verdict)}
             for c in found
         ]
-        click.echo(json.dumps({"best": best and best.name, "candidates": candidates}, ensure_ascii=False))
+        print_json({"best": best and best.name, "candidates": candidates})
     else:
-        click.echo(tune.render(found))
+        print(tune.render(found))
     return 0 if best else LimitExceeded.exit_code
 
 
@@ -156,7 +158,8 @@ def inspect(
     from kvbatch.inspect import run_inspect
 
     spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
-    return run_inspect(spec, as_json=as_json, out=sys.stdout, err=sys.stderr)
+    with outlets() as out, out.raising():
+        return run_inspect(spec, as_json=as_json, out=out, err=sys.stderr)
 
 
 @click.command()
@@ -166,7 +169,7 @@ def schema(as_markdown: bool) -> int:
     """Print the JSON schema of job files, for editors to complete and check them by."""
     from kvbatch.schema import json_schema, markdown
 
-    click.echo(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    print(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
 
 

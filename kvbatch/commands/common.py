@@ -1,46 +1,111 @@
-"""What commands share: one exit code per kind of failure, and options."""
+"""What commands share: one exit code per kind of failure, what becomes of their output, and options."""
 
 import functools
+import json
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from kvbatch.errors import Interrupted, KvbatchError
+from kvbatch.escapes import escaped
+from kvbatch.stop import obey_signals
+from kvbatch.streams import Product, ReaderLeft, outlets
+
+_PATIENCE_S = 10.0  # with a reader of a job's summary
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
-    """Let a command exit with the code that it returns, or with an error's message and code."""
+    """Let a command exit with the code that it returns, or with an error's message and code.
 
+    What it prints is its product: see `printed`.
+    """
+
+    def obedient(*args: Any, **options: Any) -> int:
+        with obey_signals():
+            return command(*args, **options)
+
+    return _guarded(command, obedient, printed)
+
+
+def guarded_job(command: Callable[..., int]) -> Callable[..., None]:
+    """Guard a command whose product is a run: its exit code is the job's own, whatever becomes of its output.
+
+    It obeys signals when it is ready to tell how it ended.
+    """
+
+    def patient(*args: Any, **options: Any) -> int:
+        with outlets() as out:
+            out.wait_at_most(_PATIENCE_S)
+            return command(*args, **options)
+
+    def unread(code: int, out: Product) -> int:
+        out.flush()
+        out.forgive()
+        return code
+
+    return _guarded(command, patient, unread)
+
+
+def printed(code: int, out: Product) -> int:
+    """Return a command's exit code once its output is out.
+
+    It stays what it is if the reader left. If the output could not be written, a success becomes that error.
+    """
+    out.flush()
+    if code or not isinstance(out.failure, KvbatchError):
+        return code
+    say(*out.failure.args)
+    return out.failure.exit_code
+
+
+def say(first: str, *more: str) -> None:
+    """Show a message on standard error, line by line."""
+    for line in (f"kvbatch: {first}", *more):
+        print(escaped(line), file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def _guarded(
+    command: Callable[..., int], obedient: Callable[..., int], ended: Callable[[int, Product], int]
+) -> Callable[..., None]:
     @click.pass_context
     @functools.wraps(command)
     def run(context: click.Context, *args: Any, **options: Any) -> None:
-        debug = context.obj
-        try:
-            code = command(*args, **options)
-            sys.stdout.flush()
-        except KvbatchError as error:
-            if debug:
-                raise
-            click.echo(f"kvbatch: {error}", err=True)
-            code = error.exit_code
-        except KeyboardInterrupt:  # outside of a run, which obeys signals in its own way
-            click.echo("kvbatch: stopped by SIGINT", err=True)
-            code = Interrupted.exit_code
-        except BrokenPipeError:
-            sys.stderr.close()  # the reader of our output left; say nothing more
-            code = 0
-        except Exception as error:
-            if debug:
-                raise
-            click.echo(
-                f"kvbatch: internal error, {type(error).__name__}: {error} (--debug shows where)", err=True
-            )
-            code = KvbatchError.exit_code
+        with outlets() as out:
+            try:
+                code = obedient(*args, **options)
+            except ReaderLeft:
+                code = 0
+            except (Exception, KeyboardInterrupt) as error:
+                if context.obj:  # --debug
+                    traceback.print_exc()
+                say(*_message(error))
+                code = _code(error)
+            code = ended(code, out)
         context.exit(code)
 
     return run
+
+
+def _message(error: BaseException) -> Sequence[str]:
+    if isinstance(error, KvbatchError):
+        return [str(line) for line in error.args] or [type(error).__name__]
+    if isinstance(error, KeyboardInterrupt):  # outside of a run, which obeys signals in its own way
+        return [f"stopped by {error or 'SIGINT'}"]
+    return [f"internal error, {type(error).__name__}: {error} (--debug shows where)"]
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code
+    return error.exit_code if isinstance(error, KvbatchError) else KvbatchError.exit_code
 
 
 OVERRIDES = click.option(

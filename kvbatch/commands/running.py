@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded
+from kvbatch.commands.common import OVERRIDES, guarded_job
+from kvbatch.escapes import escaped
 
 if TYPE_CHECKING:
     from kvbatch.job import Job
@@ -81,12 +82,13 @@ def _run(
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
     stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
     with told(sys.stdout) as ending:
+        ending.job = load()  # before a signal is obeyed: the job says where its metrics go
         with stop_on_signals(stop_at=stop_at) as stopper:
-            ending.job = load()
             outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
         if not outcome.is_new:
             ending.run = outcome.run
-            click.echo(nothing.format(run=outcome.run.path, output=f"{outcome.run.shards}/part-*.parquet"))
+            shards = f"{outcome.run.shards}/part-*.parquet"
+            print(nothing.format(run=escaped(str(outcome.run.path)), output=escaped(shards)))
     return 0
 
 
@@ -94,7 +96,7 @@ def _run(
 @click.argument("job_file", type=click.Path(path_type=Path))
 @click.option("--new-run", is_flag=True, help="Begin anew, whatever there is.")
 @run_options
-@guarded
+@guarded_job
 def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Run the job of JOB_FILE, or go on with its latest run if that was stopped."""
     from kvbatch.config import load_job
@@ -115,7 +117,7 @@ def _keys(overrides: tuple[str, ...]) -> list[str]:
 @click.command()
 @click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
 @run_options
-@guarded
+@guarded_job
 def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
     found = _opened(run_path)
@@ -177,7 +179,7 @@ def _finish_reasons(context: click.Context, option: click.Parameter, text: str) 
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="What their answers may have now.")
 @run_options
-@guarded
+@guarded_job
 def retry(
     run_path: Path,
     redo: tuple[str, ...],

@@ -77,8 +77,9 @@ class Corpus:
         problems = self.problems()
         if problems:
             lines = [f"{problem.path}: {problem.message}" for problem in problems]
-            start = "" if len(lines) == 1 else f"{len(lines)} problems with the input:\n  "
-            raise InputError(start + "\n  ".join(lines))
+            if len(lines) > 1:
+                lines = [f"{len(lines)} problems with the input:", *(f"  {line}" for line in lines)]
+            raise InputError(*lines)
         for name in self._parquet.fields:
             if is_reserved(name, self.spec.id_name):
                 raise reserved_column(name)

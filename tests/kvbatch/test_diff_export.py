@@ -16,6 +16,7 @@ from kvbatch.cli import cli
 from kvbatch.commit import commit_shard
 from kvbatch.config import load_job
 from kvbatch.corpus.openai_batch import parse_body
+from kvbatch.export import export_rows
 from kvbatch.manifest import RunDirectory
 from kvbatch.run import run_job
 from kvbatch.writer import write_table
@@ -117,3 +118,65 @@ def test_no_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(cli, command).exit_code == 66
     assert list(Path().iterdir()) == []
+
+
+def test_a_spreadsheet_runs_no_cell(monkeypatch):
+    formulas = [
+        "=1+1",
+        "+49 170",
+        "-HYPERLINK(A1)",
+        "@SUM(A1)",
+        "\tx",
+        "\r=1",
+        "\nx",
+        "  =1+1",
+        '"=1',
+        "'=1",
+        "＝1",
+        "\ufeff=1",
+    ]
+    harmless = [
+        "",
+        "a=b",
+        "-5",
+        "+1.5",
+        "-2.5e-3",
+        "'tis",
+        '"yes" - no',
+        "{-1}",
+        "–5",
+        -5,
+        -1.5,
+        None,
+        True,
+        ["=1"],
+    ]
+    row = {f"={n}": value for n, value in enumerate(formulas)} | dict(enumerate(harmless))
+    monkeypatch.setattr("kvbatch.export._rows", lambda _: [row])
+
+    def cells(**how):
+        out = io.BytesIO()
+        export_rows(None, "csv", out, **how)
+        return list(csv.reader(io.StringIO(out.getvalue().decode(), newline="")))
+
+    plain = [
+        "",
+        "a=b",
+        "-5",
+        "+1.5",
+        "-2.5e-3",
+        "'tis",
+        '"yes" - no',
+        "{-1}",
+        "–5",
+        "-5",
+        "-1.5",
+        "",
+        "true",
+        '["=1"]',
+    ]
+    header, values = cells()
+    assert header == [f"'={n}" for n in range(len(formulas))] + [str(n) for n in range(len(harmless))]
+    assert values == [f"'{text}" for text in formulas] + plain
+    header, values = cells(raw=True)
+    assert header[0] == "=0" and values == formulas + plain

@@ -54,7 +54,9 @@ def compressible(tmp_path, tiny_model):
 def test_no_figure_contradicts_another(job_file, compressible, monkeypatch, sections):
     monkeypatch.setattr("kvbatch.page.write_page", lambda *_: None)  # which takes longer than the run
     records = [{"id": n, "text": LINES[: 60 + 150 * n]} for n in range(6)] + [{"id": "long", "text": LINES}]
-    path = job_file(records, model=compressible, **{"prompt": {"template": INSTRUCTION + "{text}"}} | sections)
+    path = job_file(
+        records, model=compressible, **{"prompt": {"template": INSTRUCTION + "{text}"}} | sections
+    )
     told = io.StringIO()
     found = run_job(load_job(path), stream=told).run
     summary = load_summary(found.path)
