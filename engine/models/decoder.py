@@ -172,6 +172,7 @@ def load_model(
         panel=kernels.float_panel() if dtype == torch.float32 else 0,
         convert=partial(to_int8, config=config, kernels=kernels) if weight_quant else None,
     )
+    config = replace(config, tie_embeddings=weights.head is weights.embedding)  # as the files have it
     return Decoder(config, weights, is_rotated=bool(weight_quant))
 
 
