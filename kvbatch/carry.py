@@ -21,6 +21,7 @@ from kvbatch.errors import InputError, JobChanged
 from kvbatch.fingerprint import changes
 from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory, describe_files, describe_run, job_runs, may_now_fit
+from kvbatch.model_source import is_same_model
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
 
@@ -66,10 +67,8 @@ def find_run_of_same_rows(job: Job, corpus: Corpus) -> RunDirectory | None:
     wanted = describe_run(job, corpus.files)
     for run, manifest in _runs(job):
         if run.is_success:
-            same = all(
-                manifest.get(key) == wanted[key]
-                for key in ("format", "kvbatch", "config_hash", "model_files")
-            )
+            same = all(manifest.get(key) == wanted[key] for key in ("format", "kvbatch", "config_hash"))
+            same = same and is_same_model(manifest, job.model.path)
             if same and not may_now_fit(run, manifest, job) and _has_same_rows(manifest, job, corpus):
                 return run
             return None

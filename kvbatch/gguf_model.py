@@ -5,17 +5,22 @@ reads GGUF too, but only with accelerate installed, three times over, and withou
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf.gguf_reader import ReaderTensor
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
+from engine.errors import ModelError
+from engine.models.config import ModelConfig
+from engine.models.weights import check_weights
 from kvbatch.errors import ModelUnavailable
+from kvbatch.gguf_file import GgufFile
+from kvbatch.gguf_parts import gguf_parts
 from kvbatch.gguf_tokenizer import write_tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -37,34 +42,50 @@ _INNER = {
 }
 
 
-def convert_gguf(source: Path, out: Path) -> None:
-    """Write the model of a GGUF file into an existing, empty directory.
+def convert_gguf(source: Path, out: Path, title: str | None = None) -> None:
+    """Write the model of a GGUF file into an existing, empty directory, and check it there.
+
+    Args:
+        source: the file, or any part of a split one.
+        title: what messages call it; its path by default.
 
     Raises:
-        ModelUnavailable: the file is corrupt, or holds something that cannot be converted exactly.
+        ModelUnavailable: the file is damaged or not whole, or holds something that cannot be converted exactly.
     """
+    title = title or str(source)
+    file = GgufFile(gguf_parts(source), title)
     try:
-        reader = GGUFReader(source)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-        config = _config(metadata, {tensor.name: tensor for tensor in reader.tensors})
-        ends = write_tokenizer(metadata, out, max_context=config["max_position_embeddings"])
+        config = _config(file.metadata, file.tensors)
+        ends = write_tokenizer(file.metadata, out, max_context=config["max_position_embeddings"])
         config["eos_token_id"] = list(ends)
         generation = {
             key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
         }
-        _write_weights(_tensors(reader, config), out)
-    except ModelUnavailable:
-        raise
-    except (ValueError, KeyError, IndexError, TypeError, NotImplementedError) as error:
+        _write_weights(_tensors(file.tensors.values(), config), out)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ModelUnavailable(
-            f"{source} is corrupt or not a GGUF file ({error!r}); fetch it again"
+            f"{title} contradicts itself ({error!r}); use another GGUF of the model"
         ) from error
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    _check(out, title)
+
+
+def _check(out: Path, title: str) -> None:
+    try:
+        # Whether the job's context fits a window is the job's business: one position always does.
+        check_weights(out, ModelConfig.from_pretrained(out, max_context=1))
+    except ModelError as error:
+        reason = str(error).removeprefix(f"{out}: ").partition(";")[0]
+        raise ModelUnavailable(
+            f"{title} does not hold the whole model: {reason}; use another GGUF of it"
+        ) from error
 
 
 def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    kind = metadata["general.architecture"]
+    kind, purpose = metadata["general.architecture"], metadata.get("general.type", "model")
+    if purpose != "model":
+        raise ModelUnavailable(f"the GGUF file holds no model, but is of type {purpose!r}; name the model's")
     if kind not in ARCHITECTURES:
         raise ModelUnavailable(
             f"the GGUF file's architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -81,7 +102,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "dtype": "bfloat16",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": _vocabulary(tensors),
         "hidden_size": hidden,
         "intermediate_size": metadata[f"{kind}.feed_forward_length"],
         "num_hidden_layers": metadata[f"{kind}.block_count"],
@@ -107,6 +128,14 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
         if f"tokenizer.ggml.{key}_token_id" in metadata:
             config[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{key}_token_id"]
     return config
+
+
+def _vocabulary(tensors: Mapping[str, Any]) -> int:
+    if "token_embd.weight" not in tensors:
+        raise ModelUnavailable(
+            "the GGUF file does not hold tensor 'token_embd.weight'; use another GGUF of the model"
+        )
+    return int(tensors["token_embd.weight"].shape[1])
 
 
 def _rope(field: Any, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
@@ -143,9 +172,11 @@ def _rope(field: Any, tensors: Mapping[str, Any], head_dim: int) -> dict[str, An
     )
 
 
-def _tensors(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    tensors: Iterable[ReaderTensor], config: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
+    for tensor in tensors:
         if tensor.name == "rope_freqs.weight":
             continue
         stem, _, suffix = tensor.name.rpartition(".")

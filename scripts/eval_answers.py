@@ -27,6 +27,7 @@ from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from kvbatch.job import LongDocumentSection, PromptSection
+from kvbatch.model_source import resolve_model
 from kvbatch.prompt import PromptBuilder
 from kvcache.config import KVCacheConfig
 
@@ -100,7 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="directory of the model")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     parser.add_argument("--documents", action="append", default=[], metavar="KIND=FILE.jsonl")
     parser.add_argument(
         "--questions", action="append", default=[], metavar="KIND=FILE.jsonl@DOCUMENTS.parquet"
@@ -113,6 +118,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--answers", metavar="FILE.jsonl", help="where to write every answer")
     args = parser.parse_args()
+    args.model = resolve_model(args.model).path
 
     from transformers import AutoTokenizer
 

@@ -28,6 +28,7 @@ from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from engine.teacher_forcing import Reading, reading
 from kvbatch.frontier import Point, draw_frontier
+from kvbatch.model_source import resolve_model
 from kvbatch.prompt import REPEAT
 from kvcache.config import KVCacheConfig
 
@@ -155,7 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="directory, or any model source of a job file")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     parser.add_argument("--data", action="append", required=True, metavar="KIND=PATH")
     parser.add_argument("--presets", default="default,aggressive,logs,extract")
     parser.add_argument("--set", action="append", default=[], metavar="NAME={json of KVCacheConfig changes}")
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="no table")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw bytes against divergence")
     args = parser.parse_args()
+    args.model = resolve_model(args.model).path
 
     from transformers import AutoTokenizer
 

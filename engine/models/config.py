@@ -1,6 +1,5 @@
 """What a model is, read from its config.json and generation_config.json; no weights are touched here."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -8,6 +7,7 @@ from typing import Any, Self
 from transformers import AutoConfig
 
 from engine.errors import ModelError, UnsupportedModelError
+from engine.model_files import read_json
 from engine.models.rope import RopeConfig, rope_config, rope_context, rope_parameters
 
 # architecture -> (qkv bias, output bias, mlp bias, qk-norm); a string names the config field that decides
@@ -61,7 +61,9 @@ class ModelConfig:
                 path, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:  # of many kinds; each means that transformers cannot use this config.json
-            raise ModelError(f"{path / 'config.json'}: {error}; fetch the model again") from error
+            raise ModelError(
+                f"{path / 'config.json'}: {error}; take the file that belongs to the model"
+            ) from error
         _refuse_unsupported(config, architecture)
         parameters = rope_parameters(config)
         num_heads = config.num_attention_heads
@@ -92,23 +94,6 @@ class ModelConfig:
             rope=rope_config(config, parameters, head_dim),
             eos_token_ids=_eos_token_ids(path, config),
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ModelError: missing, unreadable or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; is {path.parent} a model directory?") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object; fetch the model again")
-    return value
 
 
 def _architecture(path: Path) -> str:

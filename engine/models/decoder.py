@@ -173,6 +173,7 @@ def load_model(
         panel=float_panel(kernels, dtype),
         convert=partial(to_int8, config=config, kernels=kernels) if weight_quant else None,
     )
+    config = replace(config, tie_embeddings=weights.head is weights.embedding)  # as the files have it
     return Decoder(config, weights, is_rotated=bool(weight_quant))
 
 

@@ -7,7 +7,7 @@ load never holds the model twice. Every shape is checked before anything is copi
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -17,12 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.models.config import ModelConfig, read_json
+from engine.model_files import described_stand_in, weight_files
+from engine.models.config import ModelConfig
 from engine.native.int8 import Int8Weight
 from engine.native.packed import PackedWeight
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 4096  # at once
+_COMPUTED = "rotary_emb.inv_freq"  # old checkpoints hold frequencies, which the configuration says too
+_NAMED = 3  # unread tensors
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,9 @@ class Checkpoint:
         """
         self.path = path
         self._files = ExitStack()
-        self._owner: dict[str, Any] = {}
+        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the file, and the name there
         try:
-            for file in _weight_files(path):
+            for file in weight_files(path):
                 self._open(file)
         except BaseException:
             self._files.close()
@@ -84,32 +87,57 @@ class Checkpoint:
         """Close every file."""
         self._files.close()
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Compare the files with the tensors that the configuration asks for.
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration with the head tied to the embedding only where the files agree.
+
+        As in transformers: of two that differ both are used, and of a tied pair either may stand in the files.
+        """
+        if not config.tie_embeddings or _HEAD not in self._stored:
+            return config
+        if _EMBEDDING not in self._stored:
+            self._stored[_EMBEDDING] = self._stored.pop(_HEAD)
+            return config
+        return replace(config, tie_embeddings=self._are_equal(_EMBEDDING, _HEAD))
+
+    def check(self, config: ModelConfig) -> None:
+        """Compare the files with the tensors that a fitted configuration asks for.
 
         Raises:
             ModelError: tensors are missing or have another shape, named.
         """
-        missing = [name for name in shapes if name not in self._owner]
+        shapes = _shapes(config)
+        missing = [name for name in shapes if name not in self._stored]
+        if missing == [_HEAD]:
+            raise ModelError(
+                f"{self.path}: {_HEAD} is missing, though config.json does not tie it to the embedding; "
+                "set tie_word_embeddings to true there if the model was trained so"
+            )
         if missing:
+            others = self.unread(config)
             raise ModelError(
                 f"{self.path}: {len(missing)} tensors are missing, the first is {missing[0]}; "
-                "fetch the model again"
+                + (f"{len(others)} others are there, the first is {others[0]}; " if others else "")
+                + "take configuration and weights that belong together"
             )
         for name, wanted in shapes.items():
-            found = tuple(self._owner[name].get_slice(name).get_shape())
+            found = tuple(self._slice(name).get_shape())
             if found != wanted:
                 raise ModelError(
                     f"{self.path}: {name} has shape {list(found)}, config.json asks for {list(wanted)}; "
                     "the configuration belongs to other weights"
                 )
 
+    def unread(self, config: ModelConfig) -> list[str]:
+        """Return the tensors that a model of a fitted configuration has no use for."""
+        used = _shapes(config).keys() | ({_HEAD} if config.tie_embeddings else set())
+        return sorted(name for name in self._stored.keys() - used if not name.endswith(_COMPUTED))
+
     def stacked(self, names: list[str], shapes: dict[str, tuple[int, ...]], like: Tensor) -> Tensor:
         """Copy the named tensors below one another into a new tensor of the type and place of `like`."""
         rows = [shapes[name][0] for name in names]
         out = like.new_empty((sum(rows), *shapes[names[0]][1:]))
         for part, name in zip(out.split(rows), names, strict=True):
-            part.copy_(self._owner[name].get_tensor(name))
+            part.copy_(self._tensor(name))
         return out
 
     def packed(
@@ -119,31 +147,67 @@ class Checkpoint:
         if not panel:
             return self.stacked(names, shapes, like)
         rows = [shapes[name][0] for name in names]
-        is_bf16 = all(self._owner[name].get_slice(name).get_dtype() == "BF16" for name in names)
+        is_bf16 = all(self._slice(name).get_dtype() == "BF16" for name in names)
         dtype = torch.bfloat16 if is_bf16 else like.dtype
         out = PackedWeight.empty(sum(rows), shapes[names[0]][1], panel, dtype)
         for first, name in zip(accumulate(rows, initial=0), names, strict=False):
-            out.put(first, self._owner[name].get_tensor(name))
+            out.put(first, self._tensor(name))
         return out
+
+    def _tensor(self, name: str) -> Tensor:
+        file, stored_name = self._stored[name]
+        return file.get_tensor(stored_name)
+
+    def _slice(self, name: str) -> Any:
+        file, stored_name = self._stored[name]
+        return file.get_slice(stored_name)
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        one, other = self._slice(first), self._slice(second)
+        if (one.get_shape(), one.get_dtype()) != (other.get_shape(), other.get_dtype()):
+            return False
+        starts = range(0, one.get_shape()[0], _COMPARED_ROWS)
+        return all(torch.equal(one[i : i + _COMPARED_ROWS], other[i : i + _COMPARED_ROWS]) for i in starts)
 
     def _open(self, file: Path) -> None:
         try:
             handle = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
-            self._owner |= dict.fromkeys(handle.keys(), handle)
+            self._stored |= {name: (handle, name) for name in handle.keys()}  # noqa: SIM118 it is no dict
         except FileNotFoundError:
-            raise ModelError(f"{file} is missing; fetch the model again") from None
+            raise ModelError(f"{file} is missing; fetch it") from None
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} is truncated or corrupt ({error}); fetch the model again") from error
+            stand_in = described_stand_in(file)
+            raise ModelError(
+                stand_in or f"{file} is truncated or corrupt ({error}); fetch it again"
+            ) from error
 
 
-def check_weights(path: Path, config: ModelConfig) -> None:
+def check_weights(path: Path, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
     """Prove by the files' headers that a model's weights are there, whole and of the configured shapes.
+
+    Returns:
+        The configuration as the weights have it, and what their user should know.
 
     Raises:
         ModelError: they are not.
     """
     with Checkpoint(path) as checkpoint:
-        checkpoint.check(_shapes(config))
+        fitted = checkpoint.fitted(config)
+        checkpoint.check(fitted)
+        unread = checkpoint.unread(fitted)
+    notes = []
+    if fitted.tie_embeddings != config.tie_embeddings:
+        notes.append(
+            f"config.json ties {_HEAD} to {_EMBEDDING}, but the files hold two that differ; both are used, as "
+            "transformers does; set tie_word_embeddings to false there to say so"
+        )
+    if unread:
+        names = ", ".join(unread[:_NAMED]) + (", …" if len(unread) > _NAMED else "")
+        notes.append(
+            f"{len(unread):,} of the tensors in the files have no place in {config.architecture} with this "
+            f"config.json and are not used: {names}"
+        )
+    return fitted, tuple(notes)
 
 
 def count_weights(config: ModelConfig) -> int:
@@ -170,10 +234,11 @@ def load_weights(
     Raises:
         ModelError: the files are missing or corrupt, or do not fit the configuration.
     """
-    shapes = _shapes(config)
     like = torch.empty(0, dtype=dtype, device=device)
     with Checkpoint(path) as checkpoint:
-        checkpoint.check(shapes)
+        config = checkpoint.fitted(config)
+        checkpoint.check(config)
+        shapes = _shapes(config)
 
         def tensor(*names: str) -> Tensor:
             return checkpoint.stacked(list(names), shapes, like)
@@ -201,26 +266,14 @@ def load_weights(
                 down=projection(f"{mlp}.down_proj"),
             )
 
-        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-        head = checkpoint.packed([name], shapes, like, panel)
+        head = checkpoint.packed([_EMBEDDING if config.tie_embeddings else _HEAD], shapes, like, panel)
         layers = map(layer, range(config.num_layers))
         return Weights(
-            embedding=head if config.tie_embeddings else tensor("model.embed_tokens.weight"),
+            embedding=head if config.tie_embeddings else tensor(_EMBEDDING),
             layers=tuple(map(convert, layers) if convert else layers),
             norm=tensor("model.norm.weight"),
             head=head,
         )
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if (path / SINGLE_FILE).exists():
-        return [path / SINGLE_FILE]
-    if (path / INDEX_FILE).exists():
-        names = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ModelError(f"{path / INDEX_FILE} has no weight_map; fetch the model again")
-        return [path / name for name in sorted(set(names.values()))]
-    raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are read")
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -228,11 +281,11 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        _EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[_HEAD] = (config.vocab_size, hidden)
     projections = (
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv, hidden, config.qkv_bias),

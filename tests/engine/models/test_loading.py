@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models import ModelConfig, load_model
+from engine.models.weights import check_weights
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
 
 
@@ -102,3 +105,53 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(tmp_path: Path) -> No
     shards[1].unlink()
     with pytest.raises(ModelError, match=shards[1].name):
         load_model(tmp_path, dtype=torch.float32)
+
+
+def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
+    """Set tensors of a saved model, or take them out."""
+    names = {"head": "lm_head.weight", "embedding": "model.embed_tokens.weight"}
+    weights = load_file(path / "model.safetensors")
+    for key, tensor in changes.items():
+        weights.pop(names.get(key, key), None)
+        if tensor is not None:
+            weights[names.get(key, key)] = tensor
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("files", ["head of its own", "same head twice", "head alone"])
+def test_head_is_tied_where_transformers_ties_it(tmp_path: Path, files: str) -> None:
+    model = save_tiny_model(tmp_path, "llama", tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach()
+    is_tied = files != "head of its own"
+    edit_weights(tmp_path, head=embedding.clone() if is_tied else embedding.flip(0).contiguous())
+    if files == "head alone":
+        edit_weights(tmp_path, embedding=None)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = load_model(tmp_path, dtype=torch.float32)
+    assert ours.weight_bytes == sum(p.nbytes for p in wanted.parameters())
+    assert ours.config.tie_embeddings == is_tied
+    hidden = torch.randn(3, 64)
+    torch.testing.assert_close(ours.logits(hidden), wanted.lm_head(hidden).detach())
+    config, notes = check_weights(tmp_path, ModelConfig.from_pretrained(tmp_path))
+    assert config.tie_embeddings == is_tied
+    assert [("tie_word_embeddings to false" in note) for note in notes] == [True] * (not is_tied)
+
+
+def test_missing_head_is_refused_with_the_key_that_would_tie_it(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    edit_weights(tmp_path, head=None)
+    with pytest.raises(ModelError, match=r"lm_head.weight is missing.*tie_word_embeddings"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_tensors_without_a_use_are_named(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit_weights(tmp_path, **frequencies)
+    assert check_weights(tmp_path, ModelConfig.from_pretrained(tmp_path))[1] == ()
+    edit_weights(tmp_path, **{f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(64) for i in range(2)})
+    (note,) = check_weights(tmp_path, ModelConfig.from_pretrained(tmp_path))[1]
+    assert note.startswith("2 of the tensors") and "model.layers.0.self_attn.q_proj.bias" in note
+    edit_config(tmp_path, num_hidden_layers=1)
+    (note,) = check_weights(tmp_path, ModelConfig.from_pretrained(tmp_path))[1]
+    assert note.startswith("11 of the tensors")
