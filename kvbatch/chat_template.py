@@ -6,7 +6,7 @@ Owns what a template sees beside the messages: the time, which is the run's own,
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -41,13 +41,17 @@ def prompt_time(manifest: Mapping[str, Any]) -> datetime | None:
         return None
 
 
-def check_arguments(names: Iterable[str], key: str) -> None:
-    """Prove that a chat template may be given arguments of these names.
+def check_arguments(arguments: Mapping[str, Any], key: str) -> None:
+    """Prove that a chat template may be given these arguments.
 
     Raises:
-        ValueError: A name has another meaning; it is named after `key`.
+        ValueError: A name has another meaning, or a number is none; it is named after `key`.
     """
-    for name in names:
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"{key}: its numbers must be finite") from None
+    for name in arguments:
         if _RESERVED.fullmatch(name):
             raise ValueError(f"{key}.{name} is set by kvbatch and cannot be an argument; leave it out")
 
@@ -130,7 +134,7 @@ class ChatTemplate:
     @property
     def unused_arguments(self) -> list[str]:
         """The job's arguments that the template does not mention."""
-        source = self._tokenizer.get_chat_template()
+        source = str(self._tokenizer.chat_template)
         return [name for name in self.arguments if not re.search(rf"\b{re.escape(name)}\b", source)]
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,8 @@ def expand_environment(source: Source, environment: Mapping[str, str] = os.envir
 def item_texts(text: str, key: KeyPath) -> dict[KeyPath, str]:
     """Return how the items of the list `text` are written, each by its place under `key`."""
     try:
-        return dict(_item_texts(yaml.compose(text, _Loader), key))
-    except yaml.YAMLError:
+        return dict(islice(_item_texts(yaml.compose(text, _Loader), key), MAX_KEYS))
+    except (yaml.YAMLError, RecursionError):
         return {}
 
 
