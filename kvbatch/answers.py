@@ -7,6 +7,7 @@ again when the row ended, since an answer may be cut off before its end.
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvbatch.answer_schema import WRITTEN, SchemaJudge
 from kvbatch.errors import JobFileError
 from kvbatch.job import GenerationSection
 
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvbatch.model import ModelHandle
-
-# JSON as most of it is written, with one space; free white space would let a small model write nothing else.
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class AnswerForm:
@@ -34,14 +32,16 @@ class AnswerForm:
         import llguidance
 
         self._choices = generation.choices
-        self._schema = generation.json_schema
         key = "choices" if self._choices else "json_schema"
         if self._choices:
             # a model that answers in running text begins with a space
             grammar = f'start: " "? ({" | ".join(map(_lark_string, self._choices))})'
             grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
         else:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(self._schema, overrides=_WRITTEN)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                generation.json_schema, overrides=WRITTEN
+            )
+            self._judge = SchemaJudge(generation.json_schema)
         self._vocab_size = model.config.vocab_size  # may be more than the tokenizer knows
         ends = {*model.config.eos_token_ids, model.tokenizer.eos_token_id} - {None}
         tokens = llguidance.LLTokenizer(
@@ -62,20 +62,8 @@ class AnswerForm:
             if choice in self._choices:
                 return {"output": choice}
             return _invalid(text, "is none of generation.choices")
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return _invalid(text, "is no whole JSON")
-        import jsonschema
-
-        problem = next(
-            jsonschema.validators.validator_for(self._schema)(self._schema).iter_errors(value), None
-        )
-        if problem:
-            return _invalid(
-                text, f"breaks {problem.validator!r} of generation.json_schema at {problem.json_path}"
-            )
-        return {"output": text, "output_json": text}
+        problem = self._judge.problem(text)
+        return _invalid(text, problem) if problem else {"output": text, "output_json": text}
 
 
 class RowConstraint:

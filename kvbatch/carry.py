@@ -10,15 +10,17 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvbatch.chat_template import prompt_time
 from kvbatch.content import row_line
 from kvbatch.corpus import Corpus
 from kvbatch.corpus.fields import FieldTypes
 from kvbatch.errors import InputError, JobChanged
-from kvbatch.fingerprint import changes
+from kvbatch.fingerprint import RENDERED, changes
 from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory, describe_files, describe_run, job_runs, may_now_fit
 from kvbatch.model_source import is_same_model
@@ -95,6 +97,15 @@ def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
         if run.is_success:
             break
     return Carry(tuple(found)) if found else None
+
+
+def time_of_last(job: Job, semantic: Mapping[str, Any]) -> datetime | None:
+    """Return the time of the prompts of the last run whose answers an incremental job may take, but for the time."""
+    wanted = _answers(semantic) | {RENDERED: None}
+    for _, manifest in _runs(job):
+        if _answers(manifest.get("semantic", {})) | {RENDERED: None} == wanted:
+            return prompt_time(manifest)
+    return None
 
 
 def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:

@@ -58,7 +58,8 @@ def _retype(source: Source, error: ValidationError) -> bool:
     """Read again what was read as the wrong kind.
 
     Values from the environment as YAML where the key wants no text: `limit: ${N:-10}`. Values of -s as they
-    were written where it wants text: `-s prompt.template='Summarise: {text}'` is no mapping.
+    were written where it wants text: `-s prompt.template='Summarise: {text}'` is no mapping. So, too, the items of a
+    list: `choices: [yes, 007]` are neither a boolean nor a number.
     """
     changed = False
     for item in error.errors():
@@ -66,6 +67,9 @@ def _retype(source: Source, error: ValidationError) -> bool:
         if key in source.expanded:
             source.expanded.discard(key)
             _set(source.data, key, parse_scalar(_get(source.data, key)))
+            changed = True
+        elif item["type"] == "string_type" and key in source.texts:
+            _set(source.data, key, source.texts[key])
             changed = True
         elif item["type"] == "string_type" and key in source.overrides:
             text = source.overrides[key].partition("=")[2]

@@ -53,6 +53,11 @@ def _over(base: Source, source: Source) -> Source:
         else:
             data[name] = value
             replaced.add((name,))
-    kept = {k: line for k, line in base.lines.items() if k[:1] not in replaced and k[:2] not in replaced}
+    kept, texts = (
+        {key: found for key, found in of.items() if key[:1] not in replaced and key[:2] not in replaced}
+        for of in (base.lines, base.texts)
+    )
     files = {key: base.files.get(key, base.path) for key in kept if key not in source.lines}
-    return Source(source.path, data, kept | source.lines, files=files | source.files)
+    return Source(
+        source.path, data, kept | source.lines, files=files | source.files, texts=texts | source.texts
+    )

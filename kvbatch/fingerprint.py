@@ -15,6 +15,7 @@ from kvbatch.job import Job
 
 SEMANTIC_SECTIONS = ("input", "model", "prompt", "generation", "long_document", "cache", "quality_guard")
 _NO_CONTENT = ("input.path", "input.incremental")  # of the input section, what says nothing of its rows
+RENDERED = "rendered chat template"  # the key of what the model's chat template makes of fixed conversations
 _SHOWN_CHARS = 100
 
 

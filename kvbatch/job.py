@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from engine.errors import BudgetError
 from engine.memory import parse_budget
 from kvbatch.answer_schema import check_schema, read_schema
+from kvbatch.chat_template import check_arguments
 from kvbatch.cleaning import Cleaning
-from kvbatch.template import check_question, check_template, column_names
+from kvbatch.template import CHOICES, check_question, check_template, column_names
 from kvcache.config import KVCacheConfig
 
 Count = Annotated[int, Field(ge=1)]
@@ -102,8 +103,8 @@ class PromptSection(Section):
     """What is asked of every document."""
 
     template: str | None = None
-    """What is asked, with `{text}` where the document goes; `{id}` and `{column}` are filled too. Required, except
-    with format `openai-batch`, whose rows ask for themselves."""
+    """What is asked, with `{text}` where the document goes; `{id}`, `{column}` and `{choices}` are filled too.
+    Required, except with format `openai-batch`, whose rows ask for themselves."""
     system: str | None = None
     """System turn before it."""
     chat: Literal["auto"] | bool = "auto"
@@ -155,7 +156,9 @@ class GenerationSection(Section):
     json_schema: Annotated[dict[str, Any] | None, WithJsonSchema(_SCHEMA_OR_PATH)] = None
     """The answer is JSON of this schema, given here or as the path of a file."""
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """The answer is one of these."""
+    """The answer is one of these, which `{choices}` lists in the prompt."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the model's chat template: `{enable_thinking: false}`."""
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -168,6 +171,12 @@ class GenerationSection(Section):
         if schema is not None:
             check_schema(schema)
         return schema
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_the_users(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(arguments, "generation.chat_template_kwargs")
+        return arguments
 
     @field_validator("choices")
     @classmethod
@@ -385,13 +394,25 @@ class Job(Section):
     @model_validator(mode="after")
     def _parts_are_asked(self) -> "Job":
         if self.prompt.questions:
-            for key in ("part_prompt", "reduce_prompt"):
-                template = getattr(self.long_document, key)
+            templates = {
+                "prompt.template": self.prompt.template,
+                "long_document.part_prompt": self.long_document.part_prompt,
+                "long_document.reduce_prompt": self.long_document.reduce_prompt,
+            }
+            for key, template in templates.items():
                 if template is not None:
                     try:
-                        check_question(template)
+                        check_question(template, has_choices=bool(self.generation.choices))
                     except ValueError as error:
-                        raise ValueError(f"long_document.{key}: {error}") from error
+                        raise ValueError(f"{key}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _tells_the_template(self) -> "Job":
+        if self.generation.chat_template_kwargs and self.prompt.chat is False:
+            raise ValueError(
+                "generation.chat_template_kwargs has no meaning with prompt.chat: false; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -416,10 +437,11 @@ class Job(Section):
     @property
     def prompt_columns(self) -> dict[str, list[str]]:
         """The columns that each template of the job needs beside text and id."""
-        own = {"question"} if self.prompt.questions else set()
+        constant = set(self.prompt_values)
+        own = constant | ({"question"} if self.prompt.questions else set())
         templates = {
             "prompt.template": (self.prompt.template, own),
-            "prompt.system": (self.prompt.system, set()),
+            "prompt.system": (self.prompt.system, constant),
             "long_document.part_prompt": (self.long_document.part_prompt, own | PART_COLUMNS),
             "long_document.reduce_prompt": (self.long_document.reduce_prompt, own),
         }
@@ -427,6 +449,11 @@ class Job(Section):
             key: [name for name in column_names(template or "") if name not in known]
             for key, (template, known) in templates.items()
         }
+
+    @property
+    def prompt_values(self) -> dict[str, str]:
+        """Placeholders that are the same for every row, with what stands there."""
+        return {CHOICES: ", ".join(self.generation.choices)} if self.generation.choices else {}
 
     @property
     def output_dir(self) -> str:

@@ -6,13 +6,15 @@ Owns no lock and no choice of the run: `kvbatch.run` does.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.advice import run_command, superseded_by
-from kvbatch.carry import Carry, carried_by_default, check_model
+from kvbatch.carry import Carry, carried_by_default, check_model, time_of_last
+from kvbatch.chat_template import now, prompt_time
 from kvbatch.checked_file import describe_file
 from kvbatch.errors import InputError, JobChanged, LimitExceeded
-from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
+from kvbatch.fingerprint import RENDERED, Fingerprint, changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
 from kvbatch.job import Job
 from kvbatch.limits import over_limits
@@ -31,9 +33,11 @@ from kvbatch.stop import Stopper
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, EngineStats
     from engine.budget import Budget
+    from kvbatch.chat_prompt import ChatPromptBuilder
     from kvbatch.corpus import Corpus
     from kvbatch.model import ModelHandle
     from kvbatch.plan import PlanSummary
+    from kvbatch.prompt import PromptBuilder
     from kvbatch.recovery import Recovered
 
 
@@ -52,6 +56,9 @@ class JobRunner:
     engine_config: "EngineConfig"
     budget: "Budget"
     check_lock: Callable[[], None] = staticmethod(lambda: None)  # raises where another process may have begun
+    builder: "PromptBuilder | ChatPromptBuilder"
+    fingerprint: Fingerprint
+    manifest: dict[str, Any]
 
     def __init__(
         self,
@@ -63,11 +70,14 @@ class JobRunner:
         earlier: RunDirectory | None = None,
     ):
         with stopper.shield():  # a library that was half imported does not always end well
-            import torch
+            import torch  # noqa: F401
 
             from kvbatch.answers import answer_form
-            from kvbatch.chat_prompt import prompt_builder
+            from kvbatch.chat_prompt import chat_template
             from kvbatch.model import open_model
+            from kvbatch.prompt_notes import prompt_notes
+            from kvbatch.sampling import RowSampling
+            from kvbatch.tokens import PieceTokenizer
 
         self.job, self.corpus = job, corpus
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
@@ -76,18 +86,36 @@ class JobRunner:
         self.model = open_model(job.model, job.engine)
         for note in self.model.notes:
             progress.note(f"warning: model {job.model.name}: {note}")
-        self.builder = prompt_builder(self.model.tokenizer, job)
-        context = self.model.config.max_context
+        tokenizer = self.model.tokenizer
+        self.sampling = RowSampling(job.generation, tokenizer)
         self.answers = answer_form(job.generation, self.model)
-        check_room(job, self.builder, context)
+        self._chat = chat_template(tokenizer, job)
+        self._tokens = PieceTokenizer(tokenizer)
+        self._described = describe_run(job, corpus.files)
+        self._input_hashes: dict[str, str] | None = None
+        self._render_at((earlier and prompt_time(earlier.read_manifest())) or now())
+        check_room(job, self.builder, self.model.config.max_context)
+        for note in prompt_notes(job, self._chat):
+            progress.note(f"note: {note}")
+
+    def _render_at(self, time: datetime) -> None:
+        """Make the prompts of a run whose time this is, and say what it depends on."""
+        import torch
+
+        from kvbatch.chat_prompt import prompt_builder
+
+        job, described = self.job, self._described
+        self._chat = self._chat and self._chat.at(time)
+        self.builder = prompt_builder(self.model.tokenizer, job, self._chat, self._tokens)
         dtype = str(self.model.dtype).removeprefix("torch.")
-        described = describe_run(job, corpus.files)
+        rendered = {RENDERED: self._chat.digest} if self._chat else {}
         self.fingerprint = job_fingerprint(job).with_found(
             semantic={
                 "kvbatch": described["kvbatch"],
                 "model content": self.model.revision,
                 "model dtype": dtype,
                 "tokenizer": self.model.tokenizer_hash,
+                **rendered,
             },
             machine={
                 "device": self.model.device,
@@ -95,8 +123,8 @@ class JobRunner:
                 "versions": described["versions"],
             },
         )
-        self._input_hashes: dict[str, str] | None = None
         self.manifest = described | {
+            "prompt_time": time.isoformat(),
             "model": {
                 "path": job.model.name,
                 "revision": self.model.revision,
@@ -104,7 +132,7 @@ class JobRunner:
                 "architecture": self.model.config.architecture,
                 "dtype": dtype,
                 "weight_quant": job.model.weight_quant,
-                "max_context": context,
+                "max_context": self.model.config.max_context,
                 "notes": list(self.model.notes),
             },
             "device": self.model.device,
@@ -157,15 +185,31 @@ class JobRunner:
         )
 
     def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
-        """Choose what a new run carries over.
+        """Choose what a new run carries over, and with it the time that its prompts were rendered at.
+
+        A template that writes the date would otherwise have every row done again each day, or rows of two days beside
+        each other.
 
         Raises:
             JobChanged: The model is not that of the run whose rows shall stand beside it.
+            InputError: The manifest of that run cannot be read.
         """
+        time = now()
         if carry is None and self.job.input.incremental and not new_run:
+            self._render_at(time_of_last(self.job, self.fingerprint.semantic) or time)
             carry = carried_by_default(self.job, self.fingerprint.semantic)
+            if carry is None:
+                self._render_at(time)
         elif carry:
             check_model(carry, self.fingerprint.semantic)
+            self._render_at(prompt_time(carry.directories[0].read_manifest()) or time)
+        elif self.earlier:
+            self._render_at(time)
+        if carry and self._chat and self._chat.shows_time and self._chat.at(time).digest != self._chat.digest:
+            self.progress.note(
+                f"note: the chat template writes the time, which stays that of {self._chat.time:%Y-%m-%d}, when the "
+                "rows that are carried over were done; kvbatch run --new-run takes today's, and does all rows"
+            )
         self.manifest["carry"] = (carry or Carry()).to_dict()
 
     def divide_budget(self, earlier: RunDirectory | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvbatch.errors import JobFileError
-from kvbatch.yaml_source import Source, dotted, parse_scalar
+from kvbatch.yaml_source import Source, dotted, item_texts, parse_scalar
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
@@ -25,4 +25,8 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
             if not isinstance(section, dict):
                 raise JobFileError(f"-s {override}: '{dotted(parts[:depth])}' is a value, not a section")
         section[parts[-1]] = parse_scalar(text)
+        for places in (source.lines, source.texts):  # of what stood there before
+            for key in [key for key in places if key[: len(parts)] == parts]:
+                del places[key]
+        source.texts |= item_texts(text, parts)
         source.overrides[parts] = override

@@ -16,7 +16,7 @@ import polars as pl
 from kvbatch.commit import planned_shards
 from kvbatch.errors import InputError, JobFileError
 from kvbatch.escapes import escaped
-from kvbatch.fingerprint import config_hash, job_fingerprint
+from kvbatch.fingerprint import RENDERED, config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from kvbatch.stop import Stopper
 
 # What decides how long a prompt is; a plan that has the same may be asked for token counts.
-_PROMPT_KEYS = ("tokenizer", "model content", "prompt.", "input.text_column")
+_PROMPT_KEYS = (
+    "tokenizer",
+    "model content",
+    RENDERED,
+    "prompt.",
+    "generation.chat_template_kwargs",
+    "generation.choices",
+    "input.text_column",
+)
 _WHAT_IF_SECTIONS = ("cache", "engine")
 _NUM_CLASSES = 12  # and one for what is longer than nearly all
 _LONG_RATIO = 0.99

@@ -5,11 +5,11 @@ Documents and column values are tokenised apart, as plain text, and put between.
 placeholder is the same for every row, so its keys and values can be too.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from kvbatch.chat_template import MARK, ChatTemplate, mark
 from kvbatch.cleaning import clean
 from kvbatch.errors import JobFileError
 from kvbatch.job import LongDocumentSection, PromptSection
@@ -23,8 +23,6 @@ Outcome = Literal[
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
 REPEAT = "\n\nRepeat the previous text exactly:\n"
-
-MARK = re.compile("\ue000kvb([0-9]+)\ue000")
 
 
 class PromptDocument(Protocol):
@@ -102,29 +100,40 @@ class PromptBuilder:
         tokenizer: the model's, from transformers.
         prompt: the job file's section. Where it has several questions, a document is read once for all of them.
         tokens: made of the tokenizer earlier, which takes a second.
+        chat: the model's chat template, as the job renders it; by default at this time.
+        values: of placeholders that are the same for every row.
 
     Attributes:
         prefix_ids: tokens that begin every prompt.
+        tokens: of texts.
 
     Raises:
         JobFileError: The section and the model's chat template do not go together.
     """
 
-    def __init__(self, tokenizer: Any, prompt: PromptSection, tokens: PieceTokenizer | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: PromptSection,
+        tokens: PieceTokenizer | None = None,
+        chat: ChatTemplate | None = None,
+        values: Mapping[str, str] | None = None,
+    ):
         self._tokenizer, self._section = tokenizer, prompt
-        self._tokens = tokens or PieceTokenizer(tokenizer)
-        self._clean = prompt.clean
-        chat = bool(tokenizer.chat_template) if prompt.chat == "auto" else prompt.chat
-        pieces = _render_chat(tokenizer, prompt) if chat else _render_plain(prompt)
+        self.tokens = tokens or PieceTokenizer(tokenizer)
+        self._clean, self._values = prompt.clean, values or {}
+        is_chat = uses_chat(tokenizer, prompt)
+        self._chat = (chat or ChatTemplate(tokenizer)) if is_chat else None
+        pieces = _render_chat(self._chat, prompt, self._values) if is_chat else self._parse(prompt)
         head = ""
         if pieces and not pieces[0].is_placeholder:
             head = pieces.pop(0).text
-        self.prefix_ids: list[int] = self._tokens.head(head, add_bos=not chat)
+        self.prefix_ids: list[int] = self.tokens.head(head, add_bos=not is_chat)
         # static token ids, or the name of what stands there
         self._rest = [
-            piece.text if piece.is_placeholder else self._tokens.markup(piece.text) for piece in pieces
+            piece.text if piece.is_placeholder else self.tokens.markup(piece.text) for piece in pieces
         ]
-        questions = self._tokens.documents(prompt.questions) if prompt.questions else []
+        questions = self.tokens.documents(prompt.questions) if prompt.questions else []
         self._tails: list[list[int]] = []
         if questions:
             place = self._rest.index("question")
@@ -133,10 +142,10 @@ class PromptBuilder:
             del self._rest[place:]
         if len(questions) == 1:  # nothing to share
             self._rest.append(self._tails.pop())
-        written = parse_template(prompt.template)
+        written = parse_template(prompt.template, self._values)
         asks_after = questions or (not written[-1].is_placeholder and written[-1].text.strip())
         before = "" if asks_after or written[0].is_placeholder else written[0].text.strip()
-        self._question_before: list[int] = self._tokens.markup(before) if before else []
+        self._question_before: list[int] = self.tokens.markup(before) if before else []
 
     @property
     def num_static_tokens(self) -> int:
@@ -159,7 +168,7 @@ class PromptBuilder:
 
     def markup(self, text: str) -> list[int]:
         """Return the token ids of a text of our own, its control tokens parsed."""
-        return self._tokens.markup(text)
+        return self.tokens.markup(text)
 
     def with_template(self, template: str, *, questions: bool = True) -> "PromptBuilder":
         """Return a builder for another template, whose texts are clean.
@@ -168,7 +177,12 @@ class PromptBuilder:
             questions: ask the section's questions; otherwise `{question}` is a column.
         """
         changes = {"template": template, "clean": ()} | ({} if questions else {"questions": ()})
-        return PromptBuilder(self._tokenizer, self._section.model_copy(update=changes), self._tokens)
+        section = self._section.model_copy(update=changes)
+        return PromptBuilder(self._tokenizer, section, self.tokens, self._chat, self._values)
+
+    def _parse(self, prompt: PromptSection) -> list[Piece]:
+        system = f"{prompt.system}\n\n" if prompt.system else ""
+        return parse_template(system + prompt.template, self._values)
 
     @property
     def tail_tokens(self) -> tuple[int, ...]:
@@ -185,11 +199,11 @@ class PromptBuilder:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a foreign text."""
-        return self._tokens.documents([text])[0]
+        return self.tokens.documents([text])[0]
 
     def token_ends(self, text: str) -> Sequence[int]:
         """Return where each token of a foreign text ends, in characters."""
-        return self._tokens.document_ends(text)
+        return self.tokens.document_ends(text)
 
     def num_frame_tokens(self, document: PromptDocument) -> int:
         """Return the tokens of a prompt without the document's text."""
@@ -226,7 +240,7 @@ class PromptBuilder:
             [text if name == "text" else _value(document, name) for name in names]
             for document, text in zip(documents, texts, strict=True)
         ]
-        found = iter(self._tokens.documents([value for row in values for value in row if value is not None]))
+        found = iter(self.tokens.documents([value for row in values for value in row if value is not None]))
         prompts = []
         for document, text, row in zip(documents, texts, values, strict=True):
             filled = [next(found) if value is not None else None for value in row]
@@ -279,7 +293,7 @@ class PromptBuilder:
 
     def _cut(self, text: str, room: int, drop: str) -> list[int]:
         """Return at most `room` of the text's tokens, without `drop` of it and without half characters."""
-        ids, may_cut = self._tokens.document_with_ends(text)
+        ids, may_cut = self.tokens.document_with_ends(text)
         if room < 1:
             return []
         num_first = {"tail": room, "head": 0, "middle": room - room // 2}[drop]
@@ -307,33 +321,37 @@ def _value(document: PromptDocument, name: str) -> str | None:
     return document.columns.get(name)
 
 
-def _render_plain(prompt: PromptSection) -> list[Piece]:
-    system = f"{prompt.system}\n\n" if prompt.system else ""
-    return parse_template(system + prompt.template)
+def uses_chat(tokenizer: Any, prompt: PromptSection) -> bool:
+    """Tell whether a job's prompts go into the chat template.
 
-
-def _render_chat(tokenizer: Any, prompt: PromptSection) -> list[Piece]:
-    """Render the chat template around marks, and cut it there."""
-    if not tokenizer.chat_template:
+    Raises:
+        JobFileError: They shall, and the tokenizer has none.
+    """
+    if prompt.chat is True and not tokenizer.chat_template:
         raise JobFileError(
             "prompt.chat is true, but the model's tokenizer has no chat template; use chat: auto"
         )
+    return bool(tokenizer.chat_template) and prompt.chat is not False
+
+
+def _render_chat(chat: ChatTemplate, prompt: PromptSection, values: Mapping[str, str]) -> list[Piece]:
+    """Render the chat template around marks, and cut it there."""
     placeholders: list[Piece] = []
 
-    def mark(template: str) -> str:
+    def marked(template: str) -> str:
         text = ""
-        for piece in parse_template(template):
+        for piece in parse_template(template, values):
             if piece.is_placeholder:
-                text += f"\ue000kvb{len(placeholders)}\ue000"
+                text += mark(len(placeholders))
                 placeholders.append(piece)
             else:
                 text += piece.text
         return text
 
-    messages = [{"role": "system", "content": mark(prompt.system)}] if prompt.system is not None else []
-    messages.append({"role": "user", "content": mark(prompt.template)})
+    messages = [{"role": "system", "content": marked(prompt.system)}] if prompt.system is not None else []
+    messages.append({"role": "user", "content": marked(prompt.template)})
     try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rendered = chat.render(messages)
     except (
         Exception
     ) as error:  # templates raise what they like, most often over a system turn they do not know

@@ -232,13 +232,12 @@ def _request(
 ) -> "Request | None":
     """Return a row's request, or one of several, of some part and question; None if the full cache cannot hold it."""
     from engine import Request
-    from kvbatch.shard_loop import sampling_params
 
     [prompt] = prompts.build_batch([document])
     if not prompt.runs or prompt.outcome == "streamed":
         return None
     row_id = str(document.row_id)
-    sampling = sampling_params(runner.job, runner.model.tokenizer, row_id, prompt.sampling)
+    sampling = runner.sampling.params(row_id, prompt.sampling)
     chosen = prompt.requests[choice % len(prompt.requests)]
     constraint = runner.answers and runner.answers.constraint
     return Request(0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), constraint)

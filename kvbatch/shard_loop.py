@@ -1,17 +1,16 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine import Request, Result, SamplingParams
+from engine import Request, Result
 from kvbatch.carry import Carry
 from kvbatch.commit import commit_shard, planned_shards, tally
 from kvbatch.earlier_rows import CarriedRows
-from kvbatch.errors import InputError
+from kvbatch.errors import InputError, JobChanged
 from kvbatch.fingerprint import config_hash
-from kvbatch.job import Job
 from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
@@ -59,6 +58,7 @@ class ShardLoop:
 
         Raises:
             InputError: The input is not what was planned.
+            JobChanged: A prompt is not.
             OutputError: The run directory cannot be written.
         """
         self._num_rows = plan.num_rows
@@ -178,7 +178,12 @@ class ShardLoop:
         first = shard.number * self._job.output.shard_rows
         prompts = self._prompts.build_batch([shard.documents[place] for place in places])
         for place, prompt in zip(places, prompts, strict=True):
-            assert prompt.num_tokens == shard.rows[place]["prompt_tokens"], "a prompt differs from its plan"
+            planned = shard.rows[place]
+            if prompt.num_tokens != planned["prompt_tokens"]:
+                raise JobChanged(
+                    f"the prompt of row {planned['row_id']!r} has {prompt.num_tokens:,} tokens, by the plan "
+                    f"{planned['prompt_tokens']:,}: what makes prompts changed; kvbatch run --new-run starts afresh"
+                )
             work = RowWork(shard.documents[place], prompt, self._job, self._prompts)
             self._works[first + place] = work
             yield from [self._request(first + place, *request) for request in work.first()]
@@ -187,7 +192,7 @@ class ShardLoop:
         """Return a request of a row by its number in the row; the first has the row's index for an id."""
         shard, place = divmod(index, self._job.output.shard_rows)
         row_id, own = self._open[shard].rows[place]["row_id"], self._works[index].sampling
-        sampling = sampling_params(self._job, self._runner.model.tokenizer, row_id, own)
+        sampling = self._runner.sampling.params(row_id, own)
         if number:
             sampling = replace(sampling, seed=row_seed(sampling.seed, str(number)))
         return Request(
@@ -225,14 +230,3 @@ def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Req
         if request.request_id == request_id:
             yield None
         yield request
-
-
-def sampling_params(job: Job, tokenizer: Any, row_id: str, own: Mapping[str, Any]) -> SamplingParams:
-    """Return how one row is generated, `own` being what it sets for itself.
-
-    The token that ends a turn, which is not always among those of generation_config.json, stops it as well.
-    """
-    values = job.generation.model_dump(exclude={"json_schema", "choices"}) | dict(own)
-    if tokenizer.eos_token_id is not None and not job.generation.ignore_eos:
-        values["stop_token_ids"] = (*values["stop_token_ids"], tokenizer.eos_token_id)
-    return SamplingParams(**values | {"seed": row_seed(job.generation.seed, row_id)})

@@ -24,6 +24,10 @@ class PieceTokenizer:
     Args:
         tokenizer: a transformers tokenizer with a `tokenizer.json` behind it.
 
+    Attributes:
+        control_ids: tokens that documents cannot write.
+        control_names: how they are spelled, the longest first.
+
     Raises:
         ModelUnavailable: It has none.
     """
@@ -53,6 +57,7 @@ class PieceTokenizer:
         control.pop(tokenizer.unk_token_id, None)
         self.control_ids = frozenset(control)
         names = sorted((name for name in control.values() if len(name) > 1), key=len, reverse=True)
+        self.control_names = tuple(names)
         self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
 
     def head(self, text: str, add_bos: bool) -> list[int]:

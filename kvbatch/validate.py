@@ -106,10 +106,12 @@ def _rows(corpus) -> Iterator[Finding]:
 def _model(job: Job) -> Iterator[Finding]:
     from engine.model_files import holds_weights
     from kvbatch.answers import answer_form
-    from kvbatch.chat_prompt import prompt_builder
+    from kvbatch.chat_prompt import chat_template, prompt_builder
     from kvbatch.fitting import check_room, plan_memory
     from kvbatch.model import open_model, resolve_device
     from kvbatch.model_source import ModelAbsent
+    from kvbatch.prompt_notes import prompt_notes
+    from kvbatch.sampling import RowSampling
 
     try:
         model = open_model(job.model, job.engine, look_only=True)
@@ -125,13 +127,21 @@ def _model(job: Job) -> Iterator[Finding]:
     for note in model.notes:
         yield Finding("model", "note", note)
     try:
-        builder = prompt_builder(model.tokenizer, job)
+        chat = chat_template(model.tokenizer, job)
+        builder = prompt_builder(model.tokenizer, job, chat)
         check_room(job, builder, model.config.max_context)
+        RowSampling(job.generation, model.tokenizer)
         answer_form(job.generation, model)
         yield Finding("prompt", "ok", f"{builder.num_static_tokens:,} tokens beside the document")
     except KvbatchError as error:
         yield _error("prompt", error)
         return
+    for note in prompt_notes(job, chat):
+        yield Finding("prompt", "note", note)
+    if chat and chat.shows_time:
+        yield Finding(
+            "prompt", "note", "the chat template writes the time, in all rows that of the run's start"
+        )
     try:
         resolve_device(job.engine.device)
     except KvbatchError as error:

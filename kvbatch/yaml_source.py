@@ -6,8 +6,9 @@ Owns parsing, `${ENV}` and where a key stands. Knows nothing of what the keys me
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,18 @@ _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*)
 
 
 class _Loader(yaml.SafeLoader):
-    """Read YAML as JSON's types: a date is the text it was written as."""
+    """Read YAML as JSON's types: a date is the text it was written as, so are `=` and, as a value, `<<`."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_constructor("tag:yaml.org,2002:merge", yaml.SafeLoader.construct_yaml_str)
 
 
 @dataclass
@@ -42,6 +48,9 @@ class Source:
     files: dict[KeyPath, Path] = field(default_factory=dict)  # of keys from a file that this one extends
     overrides: dict[KeyPath, str] = field(default_factory=dict)  # key -> the -s argument that set it
     expanded: set[KeyPath] = field(default_factory=set)  # values that came from the environment
+    texts: dict[KeyPath, str] = field(
+        default_factory=dict
+    )  # items of lists as they are written: no, 007, null
 
     def place(self, key: KeyPath) -> str:
         """Return where a key was set: a -s argument, or file and line; for a missing key, its section's."""
@@ -72,6 +81,7 @@ def read_source(path: Path) -> Source:
         lines: dict[KeyPath, int] = {}
         if node is not None:
             _collect_lines(node, (), lines, path)
+        texts = dict(_item_texts(node, ()))  # before merge keys are resolved, which changes the node
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -86,7 +96,7 @@ def read_source(path: Path) -> Source:
         raise JobFileError(
             f"{path}: a job file is a mapping of sections (version, name, input, model, prompt, …)"
         )
-    return Source(path, data, lines)
+    return Source(path, data, lines, texts=texts)
 
 
 def _neighbours(path: Path) -> str:
@@ -116,6 +126,25 @@ def _collect_lines(node: yaml.Node, key: KeyPath, lines: dict[KeyPath, int], pat
         for index, value in enumerate(node.value):
             lines[(*key, index)] = value.start_mark.line + 1
             _collect_lines(value, (*key, index), lines, path)
+
+
+def _item_texts(node: yaml.Node | None, key: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is written, without quotes, as an item of a list; a merged mapping's before a mapping's own."""
+    if isinstance(node, yaml.MappingNode):
+        merges_first = sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge")
+        for name, value in merges_first:
+            if name.tag != "tag:yaml.org,2002:merge":
+                yield from _item_texts(value, (*key, name.value))
+            elif isinstance(value, yaml.MappingNode):
+                yield from _item_texts(value, key)
+            else:
+                for merged in reversed(value.value):
+                    yield from _item_texts(merged, key)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            if isinstance(item, yaml.ScalarNode) and item.style is None:
+                yield (*key, index), item.value
+            yield from _item_texts(item, (*key, index))
 
 
 def _check_key(name: yaml.Node, path: Path) -> None:
@@ -157,6 +186,14 @@ def expand_environment(source: Source, environment: Mapping[str, str] = os.envir
         return _REFERENCE.sub(substitute, value)
 
     source.data = expand(source.data, ())
+
+
+def item_texts(text: str, key: KeyPath) -> dict[KeyPath, str]:
+    """Return how the items of the list `text` are written, each by its place under `key`."""
+    try:
+        return dict(islice(_item_texts(yaml.compose(text, _Loader), key), MAX_KEYS))
+    except (yaml.YAMLError, RecursionError):
+        return {}
 
 
 def parse_scalar(text: str) -> Any:

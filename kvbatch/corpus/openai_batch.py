@@ -5,9 +5,10 @@ https://platform.openai.com/docs/guides/batch
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvbatch.chat_template import check_arguments
 from kvbatch.corpus.json_values import BadRecord
 
 ID_NAME = "custom_id"
@@ -36,10 +37,12 @@ class ChatRequest:
     Args:
         messages: role and text of each.
         sampling: keys of a job's generation section that the row sets for itself.
+        template_arguments: what the row tells the chat template, over what the job does.
     """
 
     messages: tuple[tuple[str, str], ...]
     sampling: Mapping[str, Any]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_request(record: Mapping[str, Any], text: str) -> None:
@@ -71,7 +74,14 @@ def parse_body(text: str) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise BadRecord("bad_request", "body.messages must be a list of messages")
     found = tuple(_message(message, f"body.messages[{i}]") for i, message in enumerate(messages))
-    return ChatRequest(found, _sampling({key: value for key, value in body.items() if value is not None}))
+    arguments = body.pop("chat_template_kwargs", None) or {}
+    _check(isinstance(arguments, dict), "chat_template_kwargs", "must be an object")
+    try:
+        check_arguments(arguments, "body.chat_template_kwargs")
+    except ValueError as error:
+        raise BadRecord("bad_request", str(error)) from None
+    sampling = _sampling({key: value for key, value in body.items() if value is not None})
+    return ChatRequest(found, sampling, arguments)
 
 
 def _message(message: Any, where: str) -> tuple[str, str]:

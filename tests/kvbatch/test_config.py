@@ -128,6 +128,31 @@ def test_resolved_job_is_the_same_job(write):
     assert load_job(write(to_yaml(job))) == job
 
 
+WRITTEN = "yes, no, off, 1.0, 007, 1_000, 0x1F, 1:30, null, ~, .inf, 2024-01-01, <, =, <<, plain"
+
+
+def test_items_of_a_list_of_text_are_as_they_are_written(write, tmp_path):
+    path = write(GOOD.replace("max_new_tokens: 5", f"choices: [{WRITTEN}]"))
+    job = load_job(path)
+    assert job.generation.choices == tuple(WRITTEN.split(", "))
+    assert load_job(path, ["generation.choices=[no, 0.10]"]).generation.choices == ("no", "0.10")
+    with pytest.raises(
+        JobFileError, match=r"-s generation.choices=.*'generation.choices\[1\]'.*valid string"
+    ):
+        load_job(path, ["generation.choices=[no, {a: b}]"])
+    over = tmp_path / "over.yaml"
+    over.write_text("extends: job.yaml\nname: other\n")
+    assert load_job(over).generation.choices == job.generation.choices
+    over.write_text(
+        "extends: job.yaml\ngeneration: {<<: {choices: [on], stop: [1.50]}, choices: [2, 1.50]}\n"
+    )
+    with pytest.raises(JobFileError, match="stop would cut"):
+        load_job(over)
+    over.write_text("extends: job.yaml\ngeneration: {<<: {choices: [on]}, seed: 2}\n")
+    assert load_job(over).generation.choices == ("on",)
+    assert load_job(write(to_yaml(job))) == job
+
+
 def test_hash_covers_the_output_alone(write):
     path = write(GOOD)
     base = config_hash(load_job(path))
