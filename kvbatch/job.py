@@ -47,6 +47,9 @@ class InputSection(Section):
     """What becomes of a row with bytes that are not UTF-8: rejected, or they are replaced by U+FFFD."""
     on_bad_row: Literal["reject", "fail"] = "reject"
     """What becomes of a row that cannot be read: rejected by name, or it ends the job before the model loads."""
+    on_bad_file: Literal["fail", "skip"] = "fail"
+    """What becomes of a file that cannot be read to its end: it ends the job before the model loads, or it is left out
+    as a whole and named."""
     incremental: bool = False
     """Do the rows that are new or changed, and carry the others over from the last run."""
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.carry import Carry, carried_by_default, check_model
-from kvbatch.errors import InputError, JobChanged, LimitExceeded
+from kvbatch.corpus.skipped import by_reason
+from kvbatch.errors import InputError, JobChanged, KvbatchError, LimitExceeded, fault, is_fault
 from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
 from kvbatch.job import Job
@@ -74,7 +75,7 @@ class JobRunner:
         self.answers = answer_form(job.generation, self.model)
         check_room(job, self.builder, context)
         dtype = str(self.model.dtype).removeprefix("torch.")
-        described = describe_run(job, corpus.files)
+        described = describe_run(job, corpus.files) | {"skipped": by_reason(corpus.skipped)}
         self.fingerprint = job_fingerprint(job).with_found(
             semantic={
                 "kvbatch": described["kvbatch"],
@@ -223,8 +224,10 @@ class JobRunner:
 
         try:
             write_page(run)
-        except Exception as error:
-            text = f"report.html was not written, {type(error).__name__}: {error}"
+        except BaseException as error:
+            if not isinstance(error, KvbatchError) and not is_fault(error):
+                raise
+            text = f"report.html was not written, {fault(error) if is_fault(error) else error}"
             log.event("warning", message=text)
             self.progress.note(f"warning: {text}; kvbatch report {run.path} writes it again")
 
@@ -328,6 +331,7 @@ class JobRunner:
         planned = {
             "plan": asdict(plan),
             "num_rows": plan.num_rows,
+            "left_out": self.corpus.num_left_out,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
             "carry": carry.to_dict(),

@@ -177,7 +177,11 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
     except FileNotFoundError as error:
         raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
     found = planned.read_manifest()
-    adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}
+    adopted = {
+        key: found[key]
+        for key in ("plan", "num_rows", "left_out", "text_sha256", "predicted_kv_peak_bytes")
+        if key in found
+    }
     write_json(run.manifest, run.read_manifest() | adopted)
 
 

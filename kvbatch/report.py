@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.commit import committed_files
+from kvbatch.corpus.skipped import described
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
 
@@ -60,6 +61,9 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
         "kvbatch": manifest["kvbatch"],
         "model": manifest["model"]["path"],
         "planned_rows": manifest.get("num_rows"),
+        "left_out": manifest.get("left_out", 0),  # by `where`
+        "skipped_files": sum(group["files"] for group in manifest.get("skipped", [])),
+        "skipped": manifest.get("skipped", []),
     }
     return head | figures | speed | measures | _places(run)
 
@@ -161,6 +165,7 @@ def render(summary: dict[str, Any]) -> str:
     lines = [
         ("job", f"{s['job']}, run {s['run_id']}, {s['status']}"),
         ("rows", _row_counts(s)),
+        *(("skipped", described(group)) for group in s["skipped"]),
         (
             "tokens",
             f"{s['prompt_tokens']:,} prompt ({s['cached_prompt_tokens']:,} of them from the shared prefix), "
@@ -252,7 +257,8 @@ def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _row_counts(s: dict[str, Any]) -> str:
     text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
-    return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
+    text += f"; {s['carried']:,} carried over" if s["carried"] else ""
+    return text + (f"; where left out {s['left_out']:,} more" if s["left_out"] else "")
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from kvbatch.carry import Carry, find_run_of_same_rows
-from kvbatch.errors import KvbatchError, ModelUnavailable
+from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
@@ -88,6 +88,8 @@ def run_job(
         if not earlier:
             runner.choose_rows(carry, new_run)
             planned = runner.find_plan()
+            if not planned:
+                corpus.check_selects()
         runner.divide_budget(earlier or planned)
         run = earlier or create_run(job, runner.manifest)
         if planned:
@@ -99,9 +101,9 @@ def run_job(
             runner.run(run, log, started_s)
         except BaseException as error:
             log.failure(error)
-            if isinstance(error, KvbatchError) or not isinstance(error, Exception):
+            if not is_fault(error):
                 raise
-            raise KvbatchError(f"internal error, {type(error).__name__}: {error}; see {run.log}") from error
+            raise KvbatchError(f"internal error, {fault(error)}; see {run.log}") from error
         finally:
             progress.beat = None
             log.close()
@@ -154,6 +156,7 @@ def input_spec(job: Job) -> "InputSpec":
         max_row_bytes=section.max_row_bytes,
         errors=section.errors,
         on_bad_row=section.on_bad_row,
+        on_bad_file=section.on_bad_file,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbatch.errors import Interrupted, KvbatchError
+from kvbatch.errors import Interrupted, KvbatchError, fault, is_fault
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
@@ -31,12 +31,10 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
         except BrokenPipeError:
             sys.stderr.close()  # the reader of our output left; say nothing more
             code = 0
-        except Exception as error:
-            if debug:
+        except BaseException as error:
+            if debug or not is_fault(error):
                 raise
-            click.echo(
-                f"kvbatch: internal error, {type(error).__name__}: {error} (--debug shows where)", err=True
-            )
+            click.echo(f"kvbatch: internal error, {fault(error)} (--debug shows more)", err=True)
             code = KvbatchError.exit_code
         context.exit(code)
 

@@ -11,11 +11,15 @@ from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
 
 
+class ConditionError(InputError):
+    """The condition of a job cannot be used, whatever the state of its files."""
+
+
 class RowFilter:
-    """Hold a polars SQL condition over the columns that it names.
+    """Hold a polars SQL condition over the columns that it names; count the rows that it left out.
 
     Raises:
-        InputError: it is not SQL, names no column, or needs more than one row at a time (an aggregate).
+        ConditionError: it is not SQL, names no column, or needs more than one row at a time (an aggregate).
     """
 
     def __init__(self, condition: str):
@@ -25,6 +29,7 @@ class RowFilter:
         # a panic: of what polars does not know, such as the type decimal256
         self._failures = polars.exceptions.PolarsError, polars.exceptions.PanicException
         self.condition = condition
+        self.num_left_out = 0
         try:
             self._expression = polars.sql_expr(condition)
             self.columns = tuple(dict.fromkeys(self._expression.meta.root_names()))
@@ -50,14 +55,16 @@ class RowFilter:
             columns: those of the condition that the file has.
 
         Raises:
-            InputError: the condition does not fit the types of the columns.
+            ConditionError: the condition does not fit the types of the columns.
         """
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            return self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+            answers = self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
         except self._failures as error:
             raise self._error(f"{path}: {_first_line(error)}") from error
+        self.num_left_out += answers.count(False)
+        return answers
 
     def keep_records(self, records: Sequence[dict]) -> list[bool | str]:
         """Tell for every JSON record whether it is selected, or why that cannot be told of it.
@@ -86,6 +93,7 @@ class RowFilter:
                 answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
                 kept[position] = answer
+        self.num_left_out += kept.count(False)
         return kept
 
     def _judge(self, frame) -> list[bool | str]:
@@ -119,8 +127,8 @@ class RowFilter:
             raise self._error(f"it gives {result.dtype}, not a boolean")
         return [keep is True for keep in result]
 
-    def _error(self, reason: str) -> InputError:
-        return InputError(f"input.where = {self.condition!r}: {reason}")
+    def _error(self, reason: str) -> ConditionError:
+        return ConditionError(f"input.where = {self.condition!r}: {reason}")
 
 
 def _is_by_row(expression) -> bool:
