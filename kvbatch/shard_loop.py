@@ -93,7 +93,8 @@ class ShardLoop:
         ):
             self._failures[index] += 1
             self._to_retry.append(index)
-            self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
+            # no message: the engine's may quote what the row holds
+            self._log.event("row retried", row_id=shard.rows[place]["row_id"], code=work.error_code)
             return
         with self._runner.stopper.shield():
             row = shard.finish(place, work, num_failures)
@@ -101,7 +102,7 @@ class ShardLoop:
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
             row_id = shard.rows[place]["row_id"]
-            self._log.event("row failed", row_id=row_id, message=result.error_message)
+            self._log.event("row failed", row_id=row_id, code=work.error_code)
         if shard.is_done:
             self._commit(shard)
 

@@ -122,20 +122,24 @@ class Corpus:
             found += self._bad_files  # nothing is left
         return [*found, *self._parquet.problems]
 
+    def mistakes(self) -> list[str]:
+        """Say what a pass would be refused for: files that cannot be read, else columns that cannot be had."""
+        if problems := self.problems():
+            return [f"{problem.path}: {problem.message}" for problem in problems]
+        reserved = (name for name in self._parquet.fields if is_reserved(name, self.spec.id_name))
+        lines = [str(reserved_column(name)) for name in reserved]
+        if self._columns and all(file.format == "parquet" for file in self.files):
+            where = f"in none of the {len(self.files)} input files"
+            lines += [f"column {name!r} is {where}{self._hint(name)}" for name in self._absent()]
+        return lines
+
     def check(self) -> None:
-        """Refuse the input if any file of it cannot be read.
+        """Refuse the input if a file of it cannot be read, or columns that the job names are in no file.
 
         Raises:
-            InputError: names every such file, or every column of `where` or `passthrough` that no file has.
+            InputError: names all of them.
         """
-        lines = [f"{problem.path}: {problem.message}" for problem in self.problems()]
-        if not lines:
-            reserved = (name for name in self._parquet.fields if is_reserved(name, self.spec.id_name))
-            lines += [str(reserved_column(name)) for name in reserved]
-            if self._columns and all(file.format == "parquet" for file in self.files):
-                where = f"in none of the {len(self.files)} input files"
-                lines += [f"column {name!r} is {where}{self._hint(name)}" for name in self._absent()]
-        if lines:
+        if lines := self.mistakes():
             start = "" if len(lines) == 1 else f"{len(lines)} problems with the input:\n  "
             raise InputError(start + "\n  ".join(lines))
 

@@ -28,6 +28,7 @@ from kvbatch.errors import InputError
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 HASHED_BYTES = 1 << 16  # of a line, for a made-up id
 MAX_NAMED_KEYS = 8  # of those that occur twice
+SHOWN_KEY_CHARS = 60
 MAX_FILTER_ROWS = 256
 MAX_FILTER_BYTES = 8 << 20
 
@@ -93,7 +94,7 @@ class JsonlReader:
     def warnings(self) -> list[str]:
         """What the user should know once the file was read."""
         found = [
-            f"{self.source.path}:{line}: key {key!r} occurs twice, here and in {count - 1:,} more lines: "
+            f"{self.source.path}:{line}: key {_shortened(key)!r} occurs twice, here and in {count - 1:,} more lines: "
             "the last value counts"
             for key, (line, count) in self._repeated.items()
         ]
@@ -106,7 +107,9 @@ class JsonlReader:
 
     def listed_names(self) -> str:
         """Say which fields the first record has, for a message."""
-        names = ", ".join(list(self._sample)[:30]).encode("utf-8", "backslashreplace").decode()
+        names = (
+            ", ".join(map(_shortened, list(self._sample)[:30])).encode("utf-8", "backslashreplace").decode()
+        )
         return f"the first record has {names or 'no fields'}"
 
     def _parse(self, line: Line) -> _Row:
@@ -222,6 +225,11 @@ class JsonlReader:
             return JsonRow({name: value for name, value in record.items() if name not in hidden})
         found = ((name, find_field(record, name)) for name in self.spec.passthrough)
         return JsonRow({name: value for name, (is_there, value) in found if is_there})
+
+
+def _shortened(key: str) -> str:
+    """Return a key for a message, as far as it is a name: a broken record may have a text for a key."""
+    return key if len(key) <= SHOWN_KEY_CHARS else f"{key[:SHOWN_KEY_CHARS]}…"
 
 
 def _request_problem(record: dict, text: str) -> BadRecord | None:

@@ -124,7 +124,8 @@ def _check_range(
                 widened(array, fields[name].type)
         except pa.ArrowInvalid as error:
             where = f"in rows {num_rows + 1:,} to {num_rows + len(values):,}"
-            raise InputError(f"{source.path}: column {name!r} {where}: {error}") from error
+            reason = f"a value is out of bounds of {fields[name].type}"  # the error would quote it
+            raise InputError(f"{source.path}: column {name!r} {where}: {reason}") from error
 
 
 def _not_utf8(values: pa.RecordBatch) -> dict[int, str]:

@@ -1,6 +1,7 @@
 """Decide which rows a job's `where` selects; the only place that loads polars."""
 
 import contextlib
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -118,7 +119,7 @@ class RowFilter:
             try:
                 answers += self._keep(frame[position : position + 1])
             except self._failures as error:
-                answers.append(_first_line(error))
+                answers.append(_without_value(error))
         return answers
 
     def _keep(self, frame) -> list[bool]:
@@ -138,7 +139,14 @@ def _is_by_row(expression) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return what polars says of a condition and the types of its columns; it has seen no row then."""
     return str(error).split("\n")[0]
+
+
+def _without_value(error: BaseException) -> str:
+    """Say why a row cannot be judged; polars quotes the row's values, which may be document text."""
+    conversion = re.match(r"conversion from `[^`]*` to `[^`]*` failed", str(error))
+    return conversion[0] if conversion else "the condition does not fit a value of the row"
 
 
 def _as_shown(array: pa.Array) -> pa.Array:

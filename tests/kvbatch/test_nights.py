@@ -78,3 +78,19 @@ def test_a_panic_of_a_library_is_an_error_like_another(job_file, kvbatch, monkey
     code, told, _, stderr = kvbatch("run", path)
     assert (code, told["status"]) == (70, "failed") and "PanicException at test_nights.py" in stderr
     assert "a piece" not in stderr + json.dumps(told)
+
+
+def test_a_condition_that_fits_no_row_makes_no_run(job_file, kvbatch):
+    path = job_file([{"id": n, "text": "fox", "lang": "en"} for n in range(7)], input={"incremental": True})
+    assert kvbatch("run", path)[0] == 0
+    first = os.readlink("runs/test/latest")
+    code, told, *_ = kvbatch("run", path, "-s", "input.where=lang = 'DE'")
+    assert (code, told["status"]) == (65, "over_limits") and "left out 7 of 7 rows" in told["message"]
+    assert (
+        os.readlink("runs/test/latest") == first and len(list(Path("runs/test").glob("*/manifest.json"))) == 2
+    )
+    code, told, stdout, _ = kvbatch("run", path, "-s", "input.where=id > 3")  # all of them are carried over
+    assert (code, told["carried"], told["left_out"]) == (0, 3, 4) and "where left out 4 more" in stdout
+    Path("in.jsonl").write_text("")
+    code, told, _, stderr = kvbatch("run", path, "-s", "input.where=id > 3")
+    assert (code, told["rows"]) == (0, 0) and "the input has no rows" in stderr
