@@ -2,8 +2,10 @@
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from kvbatch.carry import Carry
 from kvbatch.commit import finished_rows, is_committed
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.manifest import RunDirectory
+from kvbatch.plan import shard_starts
 from kvbatch.shard import OUTPUT_FIELDS
 from kvbatch.wal import read_rows
 
@@ -100,19 +103,31 @@ def copy_rows(carry: Carry, places: Sequence[Place]) -> list[dict[str, Any]]:
         InputError: A shard of theirs is gone or damaged.
     """
     wanted: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    shard_rows = [
-        run.read_manifest()["operational"]["output.shard_rows"] if run.manifest.exists() else 1
-        for run in carry.directories
-    ]
+    starts: dict[int, list[int]] = {}
     for position, (number, index) in enumerate(places):
-        shard, place = divmod(index, shard_rows[number])
-        wanted[number, shard].append((position, place))
+        if number not in starts:
+            starts[number] = _shard_starts(carry.directories[number])
+        shard = bisect_right(starts[number], index) - 1
+        wanted[number, shard].append((position, index - starts[number][shard]))
     rows: list[dict[str, Any]] = [{}] * len(places)
     for (number, shard), pairs in wanted.items():
         found = _shard_rows(carry.directories[number], shard, [place for _, place in pairs])
         for (position, _), row in zip(pairs, found, strict=True):
             rows[position] = row
     return rows
+
+
+def _shard_starts(run: RunDirectory) -> list[int]:
+    try:
+        return shard_starts(run.path)
+    except (OSError, pa.ArrowException) as error:
+        raise _gone(run.path / "plan.parquet", error) from error
+
+
+def _gone(file: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{file}, rows of which are carried over, is gone or damaged ({error}); kvbatch run --new-run starts afresh"
+    )
 
 
 def _shard_rows(run: RunDirectory, shard: int, places: list[int]) -> list[dict[str, Any]]:
@@ -124,9 +139,7 @@ def _shard_rows(run: RunDirectory, shard: int, places: list[int]) -> list[dict[s
         finished = read_rows(run.wal_file(shard), OUTPUT_FIELDS)
         return [finished[place] for place in places]
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InputError(
-            f"{file}, rows of which are carried over, is gone or damaged ({error}); kvbatch run --new-run starts afresh"
-        ) from error
+        raise _gone(file, error) from error
 
 
 def _key(row_id: str, content: str | None) -> tuple[int, int]:

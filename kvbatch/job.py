@@ -305,7 +305,7 @@ class OutputSection(Section):
     dir: str | None = None
     """Directory of the job's runs; by default `runs/<name>`."""
     shard_rows: Count = 512
-    """Input rows of one output file; also the rows packed together."""
+    """Input rows of one output file, fewer where they come to 64 MiB; also the rows packed together."""
     metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
     """Prometheus textfile of the last run."""
 

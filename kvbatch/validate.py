@@ -97,18 +97,20 @@ def _looked_at(job: Job, spec: "InputSpec") -> Iterator[Finding]:
 
 def _rows(corpus) -> Iterator[Finding]:
     """Read every row; raises InputError for a file that breaks off."""
-    from kvbatch.plan import windows
+    from kvbatch.plan import bounded_windows
     from kvbatch.unique_ids import UniqueIds
 
     ids = UniqueIds()
     rejected: Counter[str] = Counter()
     num_rows = 0
-    for window in windows(corpus.documents(), _BATCH_ROWS):
+    for window in bounded_windows(corpus.documents(), _BATCH_ROWS):
         num_rows += len(window)
         repeated = ids.repeated([str(document.row_id) for document in window])
         for document, is_repeated in zip(window, repeated, strict=True):
             if document.status != "ok" or is_repeated:
                 rejected[document.error_code or "duplicate_id"] += 1
+        window.clear()
+        document = None  # the last one's text goes with the window
     text = f"{len(corpus.files):,} files, {num_rows:,} rows"
     if corpus.num_left_out:
         text += f" (where left out {corpus.num_left_out:,} of {corpus.num_left_out + num_rows:,} rows)"

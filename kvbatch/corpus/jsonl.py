@@ -119,7 +119,7 @@ class JsonlReader:
             reason = (
                 f"the line has {line.num_bytes:,} bytes, over max_row_bytes = {self.spec.max_row_bytes:,}"
             )
-            return _Row(line.number, line.num_bytes, b"", None, error=BadRecord("row_too_large", reason))
+            return _Row(line.number, 0, b"", None, error=BadRecord("row_too_large", reason))
         # The line itself is needed again only where the row is rejected: never keep a large one for that.
         row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
@@ -201,10 +201,11 @@ class JsonlReader:
             row_id = made_up_id(self.source.label, row.number, content)
         path = self.source.path
         if error is None:
-            return Document(path, row.number, row_id, text, "ok", None, None, values)
+            return Document(path, row.number, row_id, text, "ok", None, None, values, None, row.num_bytes)
         message = f"{path}:{row.number}: {error}"
+        raw = row.content or None
         return Document(
-            path, row.number, row_id, text, "rejected", error.code, message, values, row.content or None
+            path, row.number, row_id, text, "rejected", error.code, message, values, raw, row.num_bytes
         )
 
     def _judge(self, has_text: bool, text: object) -> BadRecord | None:

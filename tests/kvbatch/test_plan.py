@@ -27,6 +27,7 @@ class Doc:
     row: int = 1
     sha1: str = "0" * 12
     columns: dict = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 @pytest.fixture
