@@ -4,6 +4,7 @@ Commands import what they need when they run, so that help, reports and runs wit
 """
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ class _ToStderr(logging.Handler):
 
 def main() -> None:
     """Run the command line and exit."""
+    # where memory is limited, polars' allocator would complain of its background thread in thousands of lines
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "background_thread:false")
+    os.environ.setdefault("RUST_BACKTRACE", "0")
     open_missing_descriptors()
     hold_signals()
     sys.exit(invoke(sys.argv[1:]))

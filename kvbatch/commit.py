@@ -16,7 +16,7 @@ from kvbatch.checked_file import file_problem, opened_table
 from kvbatch.errors import Damaged
 from kvbatch.lock import lock_holder
 from kvbatch.manifest import RunDirectory
-from kvbatch.plan import read_plan
+from kvbatch.plan import read_plan, shard_starts
 from kvbatch.record import read_record, write_record
 from kvbatch.shard import OUTPUT_FIELDS
 from kvbatch.wal import read_rows
@@ -177,6 +177,15 @@ def num_committed_rows(run: RunDirectory) -> int:
         with suppress(Damaged):
             num_rows += check_shard(run, number)["rows"]
     return num_rows
+
+
+def planned_starts(run: RunDirectory) -> list[int]:
+    """Return the index of the first row of every shard of a run's plan; raises as `planned_shards`."""
+    run.check_file(run.plan)
+    try:
+        return shard_starts(run.path)
+    except (OSError, pa.ArrowException) as error:
+        raise Damaged(run.plan, f"cannot be read ({error})", run.repair) from error
 
 
 def finished_rows(

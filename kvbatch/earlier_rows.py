@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from kvbatch.advice import continuation
 from kvbatch.carry import Carry
-from kvbatch.commit import finished_rows, is_committed, planned_shards, shard_table
+from kvbatch.commit import finished_rows, is_committed, planned_shards, planned_starts, shard_table
 from kvbatch.errors import Damaged, InputError, JobChanged
 from kvbatch.manifest import RunDirectory
 from kvbatch.shard import OUTPUT_FIELDS
@@ -105,7 +106,7 @@ class CarriedRows:
 
     def __init__(self, carry: Carry):
         self._carry = carry
-        self._shard_rows: dict[int, int] = {}
+        self._starts: dict[int, list[int]] = {}  # of each run's shards, the index of the first row
         self._whole: set[tuple[int, int]] = set()
 
     def copy(self, places: Sequence[Place]) -> list[dict[str, Any]]:
@@ -116,8 +117,9 @@ class CarriedRows:
         """
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for position, (number, index) in enumerate(places):
-            shard, place = divmod(index, self._rows_a_shard(number))
-            wanted[number, shard].append((position, place))
+            starts = self._shard_starts(number)
+            shard = bisect_right(starts, index) - 1
+            wanted[number, shard].append((position, index - starts[shard]))
         rows: list[dict[str, Any]] = [{}] * len(places)
         for (number, shard), pairs in wanted.items():
             found = self._read(number, shard, [place for _, place in pairs])
@@ -125,11 +127,10 @@ class CarriedRows:
                 rows[position] = row
         return rows
 
-    def _rows_a_shard(self, number: int) -> int:
-        if number not in self._shard_rows:
-            manifest = self._carry.directories[number].read_manifest()
-            self._shard_rows[number] = manifest["operational"]["output.shard_rows"]
-        return self._shard_rows[number]
+    def _shard_starts(self, number: int) -> list[int]:
+        if number not in self._starts:
+            self._starts[number] = planned_starts(self._carry.directories[number])
+        return self._starts[number]
 
     def _read(self, number: int, shard: int, places: list[int]) -> list[dict[str, Any]]:
         run = self._carry.directories[number]

@@ -14,7 +14,10 @@ from kvbatch.job import Job
 from kvbatch.manifest import RunDirectory
 from kvbatch.prometheus import write_metrics
 
-COUNTS = ("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "carried", "truncated")
+COUNTS = (
+    *("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "carried", "truncated"),
+    *("left_out", "skipped_files", "skipped"),
+)
 MEASURES = ("prompt_tokens", "completion_tokens", "tokens_per_s", "kv_peak_bytes_measured", "kv_kept_ratio")
 
 

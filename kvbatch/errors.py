@@ -12,6 +12,9 @@ KvbatchError            70  internal: a rerun may succeed
     └── JobChanged      78  it is not the one whose run should be continued
 """
 
+import os
+import traceback
+
 
 class KvbatchError(Exception):
     """Base of every error that carries a message meant for the user.
@@ -27,6 +30,19 @@ class KvbatchError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
+
+
+def is_fault(error: BaseException) -> bool:
+    """Tell whether an error is the program's own or a library's, rather than one of the job or a wish to stop."""
+    is_panic = type(error).__name__ == "PanicException"  # of polars, and no Exception
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, KvbatchError))
+
+
+def fault(error: BaseException) -> str:
+    """Name such an error and where it arose; its message is left out, for it may quote a document."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
 
 
 class Skipped(KvbatchError):

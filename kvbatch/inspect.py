@@ -14,6 +14,7 @@ from kvbatch.corpus import Corpus, Document, FileProblem, InputSpec, SourceFile
 from kvbatch.corpus.fields import FieldTypes
 from kvbatch.corpus.json_values import NumberText
 from kvbatch.corpus.parquet_schema import open_parquet
+from kvbatch.corpus.skipped import by_reason
 from kvbatch.errors import InputError
 from kvbatch.escapes import escaped
 from kvbatch.streams import ReaderLeft
@@ -81,11 +82,15 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
         return InputError.exit_code if fatal else 0
     num_rejected = totals.rejects.total()
     summary = {"rows": totals.num_rows, "rejected": num_rejected, "fatal": len(fatal)}
+    skipped = corpus.skipped
     if as_json:
-        print(json.dumps({"summary": summary}), file=out)
+        more = {"skipped_files": len(skipped), "skipped": by_reason(skipped)} if skipped else {}
+        print(json.dumps({"summary": summary | more}), file=out)
     else:
+        more = f", {len(skipped):,} skipped" if skipped else ""
         print(
-            f"{totals.num_rows:,} rows, {num_rejected:,} rejected, {len(fatal):,} files unreadable", file=out
+            f"{totals.num_rows:,} rows, {num_rejected:,} rejected, {len(fatal):,} files unreadable{more}",
+            file=out,
         )
     for warning in dict.fromkeys(corpus.warnings + records.warnings):
         print(f"warning: {escaped(warning)}", file=err)

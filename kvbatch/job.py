@@ -48,6 +48,9 @@ class InputSection(Section):
     """What becomes of a row with bytes that are not UTF-8: rejected, or they are replaced by U+FFFD."""
     on_bad_row: Literal["reject", "fail"] = "reject"
     """What becomes of a row that cannot be read: rejected by name, or it ends the job before the model loads."""
+    on_bad_file: Literal["fail", "skip"] = "fail"
+    """What becomes of a file that cannot be read to its end: it ends the job before the model loads, or it is left out
+    as a whole and named."""
     incremental: bool = False
     """Do the rows that are new or changed, and carry the others over from the last run."""
 
@@ -338,7 +341,7 @@ class OutputSection(Section):
     dir: str | None = None
     """Directory of the job's runs; by default `runs/<name>`."""
     shard_rows: Count = 512
-    """Input rows of one output file; also the rows packed together."""
+    """Input rows of one output file, fewer where they come to 64 MiB; also the rows packed together."""
     metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
     """Prometheus textfile of the last run."""
 

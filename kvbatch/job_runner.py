@@ -13,7 +13,8 @@ from kvbatch.advice import run_command, superseded_by
 from kvbatch.carry import Carry, carried_by_default, check_model, time_of_last
 from kvbatch.chat_template import now, prompt_time
 from kvbatch.checked_file import describe_file
-from kvbatch.errors import InputError, JobChanged, LimitExceeded
+from kvbatch.corpus.skipped import by_reason
+from kvbatch.errors import InputError, JobChanged, KvbatchError, LimitExceeded, fault, is_fault
 from kvbatch.fingerprint import RENDERED, Fingerprint, changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
 from kvbatch.job import Job
@@ -91,7 +92,7 @@ class JobRunner:
         self.answers = answer_form(job.generation, self.model)
         self._chat = chat_template(tokenizer, job)
         self._tokens = PieceTokenizer(tokenizer)
-        self._described = describe_run(job, corpus.files)
+        self._described = describe_run(job, corpus.files) | {"skipped": by_reason(corpus.skipped)}
         self._input_hashes: dict[str, str] | None = None
         self._render_at((earlier and prompt_time(earlier.read_manifest())) or now())
         check_room(job, self.builder, self.model.config.max_context)
@@ -302,8 +303,10 @@ class JobRunner:
 
         try:
             write_page(run, summary | {"page": str(run.page)})
-        except Exception as error:
-            text = f"report.html was not written, {type(error).__name__}: {error}"
+        except BaseException as error:
+            if not isinstance(error, KvbatchError) and not is_fault(error):
+                raise
+            text = f"report.html was not written, {fault(error) if is_fault(error) else error}"
             log.event("warning", message=text)
             self.progress.note(f"warning: {text}; kvbatch report {run.path} writes it again")
 
@@ -405,6 +408,7 @@ class JobRunner:
         planned = {
             "plan": asdict(plan),
             "num_rows": plan.num_rows,
+            "left_out": self.corpus.num_left_out,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
             "carry": before["carry"],

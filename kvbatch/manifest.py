@@ -249,7 +249,8 @@ def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
             files[name] = facts | copied
     except FileNotFoundError as error:
         raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
-    adopted = {key: found[key] for key in ("plan", "num_rows", "text_sha256", "predicted_kv_peak_bytes")}
+    names = ("plan", "num_rows", "left_out", "text_sha256", "predicted_kv_peak_bytes")
+    adopted = {name: found[name] for name in names if name in found}
     run.write_manifest(run.read_manifest() | adopted | {"files": files})
 
 

@@ -1,8 +1,8 @@
 """The first pass over the corpus: what every row will cost, before any weight is loaded.
 
-Owns `plan.parquet` and `stats/bins.parquet`. A window of `shard_rows` input rows becomes one output shard and
-one row group of the plan; within it rows are packed into bins. The plan is the schedule: the run submits rows
-in its order.
+Owns `plan.parquet` and `stats/bins.parquet`. A window of input rows becomes one output shard and one row group of the
+plan: `shard_rows` of them, or fewer whose texts take WINDOW_BYTES. Within it rows are packed into bins. The plan is the
+schedule: the run takes the plan's shards, and submits rows in its order.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate
 from math import inf
 from operator import itemgetter
 from pathlib import Path
@@ -75,6 +75,9 @@ BIN_SCHEMA = pa.schema(
     ]
 )
 MAX_FORECAST_ROWS = 2000  # more are forecast from these
+WINDOW_BYTES = (
+    64 << 20
+)  # of a window's rows in the input, the last one over it included: they are held together
 BATCH_CHARS = 4_000_000  # text tokenised at once: enough to keep all cores busy, small against a window
 
 
@@ -163,8 +166,9 @@ class Planner:
             described_file(run_dir / "plan.parquet") as (stream, facts),
             pq.ParquetWriter(stream, PLAN_SCHEMA, compression="zstd", write_page_checksum=True) as writer,
         ):
-            for window in windows(documents, self._job.output.shard_rows):
+            for window in bounded_windows(documents, self._job.output.shard_rows):
                 rows = self.plan_window(window, on_rows)
+                window.clear()  # before the next one is read
                 writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
         if self._earlier:
             self._earlier.check_met()
@@ -403,10 +407,25 @@ def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[
             yield file.read_row_group(shard, columns).to_pylist()
 
 
-def windows(documents: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Cut a stream into lists of `size`, the last one shorter."""
-    stream = iter(documents)
-    while window := list(islice(stream, size)):
+def shard_starts(run_dir: Path) -> list[int]:
+    """Return the index of every shard's first row."""
+    found = pq.read_metadata(run_dir / "plan.parquet")
+    sizes = (found.row_group(shard).num_rows for shard in range(found.num_row_groups))
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def bounded_windows(documents: Iterable["Document"], max_rows: int) -> Iterator[list["Document"]]:
+    """Cut a stream into lists of so many rows, or of fewer that take WINDOW_BYTES: it depends on the rows alone."""
+    window: list[Document] = []
+    num_bytes = 0
+    for document in documents:
+        window.append(document)
+        num_bytes += document.num_bytes
+        del document
+        if len(window) == max_rows or num_bytes >= WINDOW_BYTES:
+            yield window
+            window, num_bytes = [], 0
+    if window:
         yield window
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbatch.advice import cut_advice, superseded_by
 from kvbatch.commit import committed_files
+from kvbatch.corpus.skipped import described
 from kvbatch.manifest import RunDirectory, open_run
 from kvbatch.progress import counted, format_bytes
 from kvbatch.stats import read_stats
@@ -65,6 +66,9 @@ def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
         "kvbatch": manifest["kvbatch"],
         "model": manifest["model"]["path"],
         "planned_rows": manifest.get("num_rows"),
+        "left_out": manifest.get("left_out", 0),  # by `where`
+        "skipped_files": sum(group["files"] for group in manifest.get("skipped", [])),
+        "skipped": manifest.get("skipped", []),
     }
     advice = {"advice": cut_advice(run, manifest, figures)}
     return head | figures | advice | speed | measures | _places(run)
@@ -195,6 +199,7 @@ def render(summary: dict[str, Any]) -> str:
         ("job", f"{s['job']}, run {s['run_id']}, {s['status']}{later}"),
         *_answer_lines(s),
         ("rows", _row_counts(s)),
+        *(("skipped", described(group)) for group in s["skipped"]),
         (
             "tokens",
             f"{s['prompt_tokens']:,} prompt ({s['cached_prompt_tokens']:,} of them from the shared prefix), "
@@ -301,7 +306,8 @@ def _row_counts(s: dict[str, Any]) -> str:
     if not s["rows"] and s["planned_rows"]:
         return f"none of {s['planned_rows']:,} is in a shard yet"
     text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
-    return text + (f"; {s['carried']:,} carried over" if s["carried"] else "")
+    text += f"; {s['carried']:,} carried over" if s["carried"] else ""
+    return text + (f"; where left out {s['left_out']:,} more" if s["left_out"] else "")
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvbatch.carry import Carry, find_run_of_same_rows
-from kvbatch.errors import KvbatchError, ModelUnavailable
+from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
@@ -103,9 +103,11 @@ def run_job(
             with _recorded(run, progress, lock) as log:
                 prepared = runner.prepare(run, log)
         else:
-            runner.manifest |= {"number": next_number(home)} | dict(origin or {})
             runner.choose_rows(carry, new_run)
+            runner.manifest |= {"number": next_number(home)} | dict(origin or {})
             planned = runner.find_plan()
+            if not planned:
+                corpus.check_selects()
             runner.divide_budget(planned)
             with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
                 describe_directory(draft, job, runner.manifest)
@@ -140,10 +142,10 @@ def _recorded(
         yield log
     except BaseException as error:
         log.failure(error)
-        if isinstance(error, KvbatchError) or not isinstance(error, Exception):
+        if not is_fault(error):
             raise
         where = f"; see {run.log}" if is_kept else " (--debug shows where)"
-        raise KvbatchError(f"internal error, {type(error).__name__}: {error}{where}") from error
+        raise KvbatchError(f"internal error, {fault(error)}{where}") from error
     finally:
         progress.beat = None
         log.close()
@@ -195,6 +197,7 @@ def input_spec(job: Job) -> "InputSpec":
         max_row_bytes=section.max_row_bytes,
         errors=section.errors,
         on_bad_row=section.on_bad_row,
+        on_bad_file=section.on_bad_file,
     )
 
 

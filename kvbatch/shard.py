@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -88,7 +88,7 @@ class OpenShard:
 
     Args:
         number: of the shard.
-        documents: the window's rows, read again.
+        documents: the window's rows, read again; a text that is not needed any more is let go.
         rows: the same rows in the plan.
         job_seed: what each row's seed is made from.
         common: output columns that all rows of the run share.
@@ -100,7 +100,7 @@ class OpenShard:
     """
 
     number: int
-    documents: Sequence["Document"]
+    documents: list["Document"]
     rows: Sequence[dict[str, Any]]
     job_seed: int
     common: Mapping[str, Any]
@@ -119,6 +119,10 @@ class OpenShard:
                     f"the input changed while the job ran: {document.file}, row {document.row} is not the "
                     "one that was planned; run the job again"
                 )
+        for place, row in enumerate(self.rows):
+            done = self.finished.get(place, {"kvb_status": "ok"} if row["status"] == "carried" else {})
+            if done.get("kvb_status") == "ok":
+                self._forget_text(place)
         left = (i for i, row in enumerate(self.rows) if row["status"] == "ok" and i not in self.finished)
         self.running = sorted(left, key=self._order)
         self._num_left = len(self.running)
@@ -155,8 +159,14 @@ class OpenShard:
         columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns
+        if self.finished[place]["kvb_status"] == "ok":
+            self._forget_text(place)
         self._num_left -= 1
         return self.finished[place]
+
+    def _forget_text(self, place: int) -> None:
+        """Let the text of a row go that has its answer; others are copied to the dead letters."""
+        self.documents[place] = replace(self.documents[place], text=None)
 
     def carry(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""

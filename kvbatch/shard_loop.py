@@ -1,8 +1,10 @@
 """The second pass: rows go to the engine in the plan's order, shards are written as they fill."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine import Request, Result
@@ -14,7 +16,7 @@ from kvbatch.fingerprint import config_hash
 from kvbatch.long_document import LongDocuments
 from kvbatch.manifest import RunDirectory
 from kvbatch.memory_ladder import MemoryLadder
-from kvbatch.plan import PlanSummary, windows
+from kvbatch.plan import PlanSummary
 from kvbatch.prompt import PromptRequest
 from kvbatch.recovery import Recovered
 from kvbatch.row_work import RowWork
@@ -48,6 +50,7 @@ class ShardLoop:
         limit = runner.model.config.max_context - self._job.generation.max_new_tokens
         self._prompts = LongDocuments(runner.builder, self._job, limit)
         self._num_rows = 0
+        self._starts: list[int] = []  # of the shards that were read: the index of the first row
         self._works: dict[int, RowWork] = {}  # in the engine, by the row's index
         self._followers: list[Request] = []
         self._failures: Counter[int] = Counter()  # of rows that are tried again
@@ -83,8 +86,8 @@ class ShardLoop:
             self._finish_row(index, self._works.pop(index))
 
     def _finish_row(self, index: int, work: RowWork) -> None:
-        number, place = divmod(index, self._job.output.shard_rows)
-        shard, result = self._open[number], work.result()
+        shard, place = self._find(index)
+        number, result = shard.number, work.result()
         num_failures = self._failures[index]
         if (
             result.finish_reason == "error"
@@ -93,7 +96,8 @@ class ShardLoop:
         ):
             self._failures[index] += 1
             self._to_retry.append(index)
-            self._log.event("row retried", row_id=shard.rows[place]["row_id"], message=result.error_message)
+            # no message: the engine's may quote what the row holds
+            self._log.event("row retried", row_id=shard.rows[place]["row_id"], code=work.error_code)
             return
         with self._runner.stopper.shield():
             row = shard.finish(place, work, num_failures)
@@ -102,7 +106,7 @@ class ShardLoop:
         self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
             row_id = shard.rows[place]["row_id"]
-            self._log.event("row failed", row_id=row_id, message=result.error_message)
+            self._log.event("row failed", row_id=row_id, code=work.error_code)
         if shard.is_done:
             self._commit(shard)
 
@@ -124,21 +128,21 @@ class ShardLoop:
         followers, self._followers = self._followers, []
         retried, self._to_retry = self._to_retry, []
         for index in retried:
-            number, place = divmod(index, self._job.output.shard_rows)
-            followers += self._build(self._open[number], [place])
+            shard, place = self._find(index)
+            followers += self._build(shard, [place])
         return followers
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
-        rows = planned_shards(self._run)
-        number = -1
-        for number, documents in enumerate(
-            windows(self._runner.corpus.documents(), self._job.output.shard_rows)
-        ):
-            planned = next(rows, [])
+        stream = self._runner.corpus.documents()
+        index = 0
+        for number, planned in enumerate(planned_shards(self._run)):
+            self._starts.append(index)
+            index += len(planned)
             if number in self._recovered.committed:
-                self._runner.progress.advance(len(documents), 0)
+                self._runner.progress.advance(sum(1 for _ in islice(stream, len(planned))), 0)
                 continue
+            documents = list(islice(stream, len(planned)))
             finished = self._recovered.rows.pop(number, {})
             shard = OpenShard(
                 number,
@@ -156,9 +160,10 @@ class ShardLoop:
             if shard.is_done:
                 self._commit(shard)
             yield from self._shard_requests(shard)
-        if number + 1 != plan.num_shards:
+            del shard, documents  # before the next ones are read
+        if next(stream, None) is not None:
             raise InputError(
-                "the input changed while the job ran: it has fewer rows than were planned; run it again"
+                "the input changed while the job ran: it has more rows than were planned; run it again"
             )
 
     def _carry_over(self, shard: OpenShard) -> None:
@@ -175,7 +180,7 @@ class ShardLoop:
             yield from self._build(shard, shard.running[start : start + PROMPT_BATCH])
 
     def _build(self, shard: OpenShard, places: Sequence[int]) -> Iterator[Request]:
-        first = shard.number * self._job.output.shard_rows
+        first = self._starts[shard.number]
         prompts = self._prompts.build_batch([shard.documents[place] for place in places])
         for place, prompt in zip(places, prompts, strict=True):
             planned = shard.rows[place]
@@ -188,10 +193,15 @@ class ShardLoop:
             self._works[first + place] = work
             yield from [self._request(first + place, *request) for request in work.first()]
 
+    def _find(self, index: int) -> tuple[OpenShard, int]:
+        """Return the open shard that has a row, and its place there."""
+        number = bisect_right(self._starts, index) - 1
+        return self._open[number], index - self._starts[number]
+
     def _request(self, index: int, number: int, wanted: PromptRequest) -> Request:
         """Return a request of a row by its number in the row; the first has the row's index for an id."""
-        shard, place = divmod(index, self._job.output.shard_rows)
-        row_id, own = self._open[shard].rows[place]["row_id"], self._works[index].sampling
+        shard, place = self._find(index)
+        row_id, own = shard.rows[place]["row_id"], self._works[index].sampling
         sampling = self._runner.sampling.params(row_id, own)
         if number:
             sampling = replace(sampling, seed=row_seed(sampling.seed, str(number)))

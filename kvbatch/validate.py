@@ -4,14 +4,17 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from kvbatch.config import load_job
 from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
 from kvbatch.escapes import escaped
 from kvbatch.job import Job
+
+if TYPE_CHECKING:
+    from kvbatch.corpus import InputSpec
 
 _BATCH_ROWS = 512
 
@@ -55,20 +58,34 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
 
 
 def _input(job: Job) -> Iterator[Finding]:
-    from kvbatch.corpus import Corpus
-    from kvbatch.fitting import check_prompt_columns
+    """Look at the input; where the condition on its rows may be at fault, again without it for what that hides."""
     from kvbatch.run import input_spec
 
+    spec = input_spec(job)
+    found = []
+    for finding in _looked_at(job, spec):
+        found.append(finding)
+        yield finding
+    if spec.where is not None and any(finding.exit_code for finding in found):
+        for finding in _looked_at(job, replace(spec, where=None)):
+            if finding not in found:
+                yield replace(finding, message=f"without where: {finding.message}")
+
+
+def _looked_at(job: Job, spec: "InputSpec") -> Iterator[Finding]:
+    from kvbatch.corpus import Corpus
+    from kvbatch.fitting import check_prompt_columns
+
     try:
-        corpus = Corpus(input_spec(job))
+        corpus = Corpus(spec)
     except KvbatchError as error:
         yield _error("input", error)
         return
-    problems = corpus.problems()
-    for problem in problems:
-        yield _error("input", InputError(f"{problem.path}: {problem.message}"))
-    if problems:
-        yield Finding("input", "note", "rows and columns are looked at once every file can be read")
+    mistakes = corpus.mistakes()
+    for mistake in mistakes:
+        yield _error("input", InputError(mistake))
+    if mistakes:
+        yield Finding("input", "note", "rows are looked at once every file and column can be read")
         return
     try:
         yield from _rows(corpus)
@@ -81,19 +98,25 @@ def _input(job: Job) -> Iterator[Finding]:
 
 def _rows(corpus) -> Iterator[Finding]:
     """Read every row; raises InputError for a file that breaks off."""
-    from kvbatch.plan import windows
+    from kvbatch.plan import bounded_windows
     from kvbatch.unique_ids import UniqueIds
 
     ids = UniqueIds()
     rejected: Counter[str] = Counter()
     num_rows = 0
-    for window in windows(corpus.documents(), _BATCH_ROWS):
+    for window in bounded_windows(corpus.documents(), _BATCH_ROWS):
         num_rows += len(window)
         repeated = ids.repeated([str(document.row_id) for document in window])
         for document, is_repeated in zip(window, repeated, strict=True):
             if document.status != "ok" or is_repeated:
                 rejected[document.error_code or "duplicate_id"] += 1
+        window.clear()
+        document = None  # the last one's text goes with the window
     text = f"{len(corpus.files):,} files, {num_rows:,} rows"
+    if corpus.num_left_out:
+        text += f" (where left out {corpus.num_left_out:,} of {corpus.num_left_out + num_rows:,} rows)"
+    if corpus.skipped:
+        text += f", {len(corpus.skipped):,} files skipped"
     reasons = ", ".join(f"{code} {count:,}" for code, count in rejected.most_common())
     if not rejected:
         yield Finding("input", "ok", text)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvbatch.errors import Interrupted, KvbatchError
+from kvbatch.errors import Interrupted, KvbatchError, fault, is_fault
 from kvbatch.escapes import escaped
 from kvbatch.stop import obey_signals
 from kvbatch.streams import Product, ReaderLeft, outlets
@@ -83,7 +83,9 @@ def _guarded(
                 code = obedient(*args, **options)
             except ReaderLeft:
                 code = 0
-            except (Exception, KeyboardInterrupt) as error:
+            except BaseException as error:
+                if not isinstance(error, KvbatchError | KeyboardInterrupt) and not is_fault(error):
+                    raise
                 if context.obj:  # --debug
                     traceback.print_exc()
                 say(*_message(error))
@@ -99,7 +101,7 @@ def _message(error: BaseException) -> Sequence[str]:
         return [str(line) for line in error.args] or [type(error).__name__]
     if isinstance(error, KeyboardInterrupt):  # outside of a run, which obeys signals in its own way
         return [f"stopped by {error or 'SIGINT'}"]
-    return [f"internal error, {type(error).__name__}: {error} (--debug shows where)"]
+    return [f"internal error, {fault(error)} (--debug shows more)"]
 
 
 def _code(error: BaseException) -> int:

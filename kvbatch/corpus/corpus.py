@@ -1,6 +1,7 @@
 """The corpus of a job: its files checked up front, its rows as one stream; owns the order of rows."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import cached_property
 
 import pyarrow as pa
@@ -19,9 +20,10 @@ from kvbatch.corpus.schema import (
     merge_parquet,
     reserved_column,
 )
+from kvbatch.corpus.skipped import SkippedFile, notes
 from kvbatch.corpus.spec import InputSpec, is_reserved
-from kvbatch.corpus.where import RowFilter
-from kvbatch.errors import InputError
+from kvbatch.corpus.where import ConditionError, RowFilter
+from kvbatch.errors import InputError, LimitExceeded
 
 
 class Corpus:
@@ -36,14 +38,28 @@ class Corpus:
 
     def __init__(self, spec: InputSpec):
         self.spec = spec
-        found = discover(spec.paths, spec.file_format)
-        self.files: tuple[SourceFile, ...] = tuple(found.files)
-        self.warnings: list[str] = found.warnings  # for the user; a pass may add to it
-        self._missing = tuple(found.problems)
+        self._found = discover(spec.paths, spec.file_format, spec.text_name)
+        self.warnings: list[str] = notes(self._found.skipped)  # for the user; a pass may add to it
         self._filter = None if spec.where is None else RowFilter(spec.where)
         self._unseen: set[str] = set()  # of this pass: wanted columns that were nowhere yet
         self._num_records = 0
         self._schema: OutputSchema | None = None
+
+    @cached_property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files that are read, in order."""
+        bad = {problem.path for problem in self._bad_files}
+        return tuple(file for file in self._found.files if file.path not in bad)
+
+    @property
+    def skipped(self) -> list[SkippedFile]:
+        """What lies in the input and is not read: what is no data, and bad files if `on_bad_file` says so."""
+        return [*self._found.skipped, *(SkippedFile(bad.path, bad.message) for bad in self._bad_files)]
+
+    @property
+    def num_left_out(self) -> int:
+        """Rows of this pass that `where` did not select."""
+        return 0 if self._filter is None else self._filter.num_left_out
 
     @cached_property
     def _opened(self) -> tuple[dict[str, ParquetColumns], list[FileProblem]]:
@@ -51,7 +67,7 @@ class Corpus:
         columns: dict[str, ParquetColumns] = {}
         problems: list[FileProblem] = []
         where = () if self._filter is None else self._filter.columns
-        for file in self.files:
+        for file in self._found.files:
             try:
                 found = find_columns(file, self.spec, where) if file.format == "parquet" else None
                 if found is not None:
@@ -61,34 +77,72 @@ class Corpus:
         return columns, problems
 
     @cached_property
+    def _bad_files(self) -> tuple[FileProblem, ...]:
+        """Files that are left out because they cannot be read; decided once, by reading all, as passes must agree."""
+        if self.spec.on_bad_file == "fail":
+            return ()
+        columns, problems = self._opened
+        problems = [*self._found.unreadable, *problems]
+        known = {problem.path for problem in problems}
+        for file in self._found.files:
+            if file.path in known:
+                continue
+            try:
+                if file.format == "jsonl":
+                    rows = JsonlReader(file, self.spec, self._filter, FieldTypes()).documents()
+                elif file.path in columns:
+                    rows = read_parquet(file, self.spec, columns[file.path], self._filter, {})
+                else:
+                    continue
+                for row in rows:
+                    del row  # the next one may be as large
+            except ConditionError:
+                raise  # of the job, not of the file
+            except InputError as error:
+                problems.append(FileProblem(file.path, str(error).removeprefix(f"{file.path}: ")))
+        self.warnings += notes(SkippedFile(bad.path, bad.message) for bad in problems)
+        return tuple(problems)
+
+    @cached_property
+    def _columns(self) -> dict[str, ParquetColumns]:
+        """The columns of the Parquet files that are read and have rows."""
+        bad = {problem.path for problem in self._bad_files}
+        return {path: columns for path, columns in self._opened[0].items() if path not in bad}
+
+    @cached_property
     def _parquet(self) -> ParquetSchema:
-        return merge_parquet(self._opened[0])
+        return merge_parquet(self._columns)
 
     def problems(self) -> list[FileProblem]:
         """Open every file and say what cannot be read, or not together with the other files."""
-        return [*self._missing, *self._opened[1], *self._parquet.problems]
+        found = list(self._found.missing)
+        if self.spec.on_bad_file == "fail":
+            found += [*self._found.unreadable, *self._opened[1]]
+        elif not self.files:
+            found += self._bad_files  # nothing is left
+        return [*found, *self._parquet.problems]
+
+    def mistakes(self) -> list[str]:
+        """Say what a pass would be refused for: files that cannot be read, else columns that cannot be had."""
+        if problems := self.problems():
+            return [f"{problem.path}: {problem.message}" for problem in problems]
+        reserved = (name for name in self._parquet.fields if is_reserved(name, self.spec.id_name))
+        lines = [str(reserved_column(name)) for name in reserved]
+        if self._columns and all(file.format == "parquet" for file in self.files):
+            where = f"in none of the {len(self.files)} input files"
+            lines += [f"column {name!r} is {where}{self._hint(name)}" for name in self._absent()]
+        return lines
 
     def check(self) -> None:
-        """Refuse the input if any file of it cannot be read.
+        """Refuse the input if a file of it cannot be read, or columns that the job names are in no file.
 
         Raises:
-            InputError: names every such file, or a column of `where` or `passthrough` that no file has.
+            InputError: names all of them.
         """
-        problems = self.problems()
-        if problems:
-            lines = [f"{problem.path}: {problem.message}" for problem in problems]
+        if lines := self.mistakes():
             if len(lines) > 1:
                 lines = [f"{len(lines)} problems with the input:", *(f"  {line}" for line in lines)]
             raise InputError(*lines)
-        for name in self._parquet.fields:
-            if is_reserved(name, self.spec.id_name):
-                raise reserved_column(name)
-        columns = self._opened[0].values()
-        if columns and all(file.format == "parquet" for file in self.files):
-            present = {column.name for each in columns for column in each.where} | set(self._parquet.fields)
-            for name in self._wanted():
-                if name not in present:
-                    raise InputError(f"column {name!r} is in none of the {len(self.files)} input files")
 
     def documents(self) -> Iterator[Document]:
         """Yield the rows of every file, in input order, rejected rows in their place.
@@ -96,13 +150,14 @@ class Corpus:
         Raises:
             InputError: what `check()` raises; a file cannot be read to its end, or changed since it was found; a
                 row is rejected, if `on_bad_row` says so; after the last row, a column that the job names is in no file.
+            LimitExceeded: after the last row, `where` left out every row.
         """
         self.check()
         fields, ids = FieldTypes(), IdRange()
         limit = self.spec.limit
-        self._unseen = set(self._wanted()) - set(self._parquet.fields)
-        for columns in self._opened[0].values():
-            self._unseen -= {column.name for column in columns.where}
+        self._unseen = set(self._absent())
+        if self._filter is not None:
+            self._filter.num_left_out = 0
         count = self._num_records = 0
         for file in self.files if limit != 0 else ():
             file.check_unchanged()
@@ -119,10 +174,28 @@ class Corpus:
                 break
         else:
             if self._unseen and self._num_records:
-                raise InputError(f"no record and no file has the column {sorted(self._unseen)[0]!r}")
+                absent = (f"{name!r}{self._hint(name)}" for name in self._wanted() if name in self._unseen)
+                raise InputError(f"no record and no file has the column {', or '.join(absent)}")
+            if not count and self.num_left_out:
+                total = f"{self.num_left_out:,} of {self.num_left_out:,} rows"
+                raise LimitExceeded(
+                    f"input.where = {self.spec.where!r} left out {total}; none is left to run"
+                )
+            if not count:
+                self._warn("the input has no rows")
         records = next((file.path for file in self.files if file.format == "jsonl"), "")
         schema = decide_schema(self.spec, self._parquet, fields, ids, records)
         self._schema = self._schema or schema
+
+    def check_selects(self) -> None:
+        """Refuse an input of which `where` selects no row; reads no further than to the first one that it does.
+
+        Raises:
+            InputError, LimitExceeded: what `documents()` raises until then.
+        """
+        if self._filter is not None:
+            with closing(self.documents()) as documents:
+                next(documents, None)
 
     def read(self, file: SourceFile, fields: FieldTypes) -> Iterator[Document]:
         """Yield the rows of one file, telling `fields` about the values of its records.
@@ -131,7 +204,7 @@ class Corpus:
             InputError: the file cannot be read to its end.
         """
         if file.format == "parquet":
-            columns = self._opened[0].get(file.path)
+            columns = self._columns.get(file.path)
             if columns is None:
                 for problem in self._opened[1]:
                     if problem.path == file.path:
@@ -144,7 +217,24 @@ class Corpus:
         yield from reader.documents()
         self._num_records += reader.num_records
         self._unseen &= reader.unseen
-        self.warnings += [message for message in reader.warnings if message not in self.warnings]
+        for message in reader.warnings:
+            self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+    def _absent(self) -> list[str]:
+        """The wanted columns that no Parquet file has."""
+        present = {column.name for each in self._columns.values() for column in each.where}
+        present |= set(self._parquet.fields)
+        return [name for name in dict.fromkeys(self._wanted()) if name not in present]
+
+    def _hint(self, name: str) -> str:
+        """Say of an absent column what may have been meant by it."""
+        if self._filter is None or name not in self._filter.columns:
+            return ""
+        return f" (in input.where text stands in single quotes: '{name}')"
 
     def _wanted(self) -> list[str]:
         """The columns that have to be in some file: those of `where` and of `passthrough`."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
-from kvbatch.corpus.sniff import identify, looks_like_data
+from kvbatch.corpus.skipped import HIDDEN, SkippedFile, by_reason, described
+from kvbatch.corpus.sniff import identify, is_named_as_data, why_no_data
 from kvbatch.errors import InputError
 
 END_BYTES = 4096
@@ -60,38 +61,47 @@ class FileProblem:
 
 @dataclass
 class Discovery:
-    """What the paths of a job lead to."""
+    """What the paths of a job lead to.
+
+    `missing` are paths that lead to nothing, `unreadable` are files, `skipped` is what is no input.
+    """
 
     files: list[SourceFile] = field(default_factory=list)
-    problems: list[FileProblem] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    missing: list[FileProblem] = field(default_factory=list)
+    unreadable: list[FileProblem] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
 
 
-def discover(paths: Iterable[str], wanted: str) -> Discovery:
+def discover(paths: Iterable[str], wanted: str, text_name: str) -> Discovery:
     """Find the input files: paths in the order given, sorted by name within a directory or pattern.
 
     A file that several paths reach is taken once, at its first place. In directories and patterns, names that
-    start with `_` or `.` are ignored and files that are no data are skipped with a warning.
+    start with `_` or `.` are hidden, and of a file whose suffix promises no data the bytes decide whether it is some.
+
+    Args:
+        wanted: the job's input.format.
+        text_name: the job's text column.
     """
     found = Discovery()
     seen: set[str] = set()
     for path in map(os.path.expanduser, paths):
-        for candidate, label in _expand(path, found):
+        for candidate, label in _expand(path, found, wanted, text_name):
             real = os.path.realpath(candidate)
             if real in seen:
                 continue
             seen.add(real)
             if not _is_utf8(candidate):
-                shown = os.fsencode(candidate).decode(errors="backslashreplace")
-                found.problems.append(FileProblem(shown, "the file's name is not UTF-8; rename it"))
+                problem = FileProblem(_shown(candidate), "the file's name is not UTF-8; rename it")
+                found.unreadable.append(problem)
                 continue
             try:
                 format_, compression = identify(candidate, wanted)
                 stat = os.stat(candidate)
                 end = _hash_of_end(candidate, stat.st_size)
             except (InputError, OSError) as error:
-                message = str(error)
-                found.problems.append(FileProblem(candidate, message.removeprefix(f"{candidate}: ")))
+                message = str(error).removeprefix(f"{candidate}: ")
+                is_there = os.path.lexists(candidate)
+                (found.unreadable if is_there else found.missing).append(FileProblem(candidate, message))
                 continue
             found.files.append(
                 SourceFile(
@@ -106,6 +116,10 @@ def discover(paths: Iterable[str], wanted: str) -> Discovery:
                 )
             )
     found.files = _distinct_labels(found.files)
+    once = {
+        file.path: file for file in found.skipped
+    }  # several paths may lead to it, one of them by its name
+    found.skipped = [file for path, file in once.items() if os.path.realpath(path) not in seen]
     return found
 
 
@@ -129,8 +143,9 @@ def _distinct_labels(files: list[SourceFile]) -> list[SourceFile]:
     return [replace(file, label=file.path) if count[file.label] > 1 else file for file in files]
 
 
-def _expand(path: str, found: Discovery) -> Iterator[tuple[str, str]]:
+def _expand(path: str, found: Discovery, wanted: str, text_name: str) -> Iterator[tuple[str, str]]:
     """Yield the candidates that one path of the job stands for, each with its label."""
+    num_missing, num_skipped = len(found.missing), len(found.skipped)
     if os.path.isdir(path):
         candidates = _walk(path, found)
         root, suffix = path, ""
@@ -141,30 +156,31 @@ def _expand(path: str, found: Discovery) -> Iterator[tuple[str, str]]:
         candidates = _match(path, found)
         root = _fixed_part(path)
         suffix = os.path.splitext(path)[1]  # `*.log` says what is wanted; no name ends like `*.*`
-    num_problems = len(found.problems)
-    nearest: dict[
-        str, list[str]
-    ] = {}  # of a file that links make appear at several depths, the shortest path
+        suffix = "" if glob.has_magic(suffix) else suffix
+    # of a file that links make appear at several depths, the shortest path
+    nearest: dict[str, list[str]] = {}
     for parts in sorted((each.split(os.sep) for each in candidates), key=lambda parts: (len(parts), parts)):
         nearest.setdefault(os.path.realpath(os.sep.join(parts)), parts)
-    is_unlisted = len(found.problems) > num_problems
+    is_unlisted = len(found.missing) > num_missing
     num_data = 0
     for candidate in map(os.sep.join, sorted(nearest.values())):
-        if looks_like_data(candidate) or (
-            suffix and not glob.has_magic(suffix) and candidate.endswith(suffix)
-        ):
+        is_promised = is_named_as_data(candidate) or (suffix and candidate.endswith(suffix))
+        reason = None if is_promised else why_no_data(candidate, wanted, text_name)
+        if reason is None:
             num_data += 1
             yield candidate, os.path.relpath(candidate, root).replace(os.sep, "/")
         else:
-            found.warnings.append(f"{candidate}: skipped, it is neither JSONL nor Parquet by name or content")
+            found.skipped.append(SkippedFile(_shown(candidate), reason))
     if not num_data and not is_unlisted:
-        found.problems.append(FileProblem(path, "no input file found here"))
+        groups = by_reason(found.skipped[num_skipped:])
+        message = "; ".join(["no input file found here", *map(described, groups)])
+        found.missing.append(FileProblem(path, message))
 
 
 def _walk(root: str, found: Discovery) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         where = error.filename or root
-        found.problems.append(FileProblem(where, f"cannot list the directory: {error.strerror}"))
+        found.missing.append(FileProblem(where, f"cannot list the directory: {error.strerror}"))
 
     visited: set[str] = set()
     for directory, subdirectories, names in os.walk(root, onerror=refuse, followlinks=True):
@@ -173,6 +189,9 @@ def _walk(root: str, found: Discovery) -> Iterator[str]:
             subdirectories.clear()
             continue
         visited.add(real)
+        for name in [*names, *subdirectories]:
+            if _is_hidden(name):
+                _hide(os.path.join(directory, name), found)
         subdirectories[:] = [name for name in subdirectories if not _is_hidden(name)]
         yield from (os.path.join(directory, name) for name in names if not _is_hidden(name))
 
@@ -181,11 +200,20 @@ def _match(pattern: str, found: Discovery) -> Iterator[str]:
     root = _fixed_part(pattern)
     for match in glob.iglob(pattern, recursive=True):
         if any(map(_is_hidden, os.path.relpath(match, root).split(os.sep))):
-            continue
-        if not os.path.isdir(match):
+            _hide(match, found)
+        elif not os.path.isdir(match):
             yield match
         elif "**" not in pattern:  # with **, the files below match by themselves
             yield from _walk(match, found)
+
+
+def _hide(path: str, found: Discovery) -> None:
+    found.skipped.append(SkippedFile(_shown(path), HIDDEN))
+
+
+def _shown(path: str) -> str:
+    """Return a path as it can be written, whatever the bytes of its name."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _is_hidden(name: str) -> bool:

@@ -35,6 +35,7 @@ class Document:
     error_message: str | None
     values: RowValues | None = None
     raw: bytes | None = None  # of a rejected row: the JSON line, or the Parquet text; its first RAW_BYTES
+    num_bytes: int = 0  # of the line, or of text and passthrough values: about what it takes in memory
 
     @property
     def chars(self) -> int | None:

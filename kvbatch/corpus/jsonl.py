@@ -28,6 +28,7 @@ from kvbatch.errors import InputError
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 HASHED_BYTES = 1 << 16  # of a line, for a made-up id
 MAX_NAMED_KEYS = 8  # of those that occur twice
+SHOWN_KEY_CHARS = 60
 MAX_FILTER_ROWS = 256
 MAX_FILTER_BYTES = 8 << 20
 
@@ -93,7 +94,7 @@ class JsonlReader:
     def warnings(self) -> list[str]:
         """What the user should know once the file was read."""
         found = [
-            f"{self.source.path}:{line}: key {key!r} occurs twice, here and in {count - 1:,} more lines: "
+            f"{self.source.path}:{line}: key {_shortened(key)!r} occurs twice, here and in {count - 1:,} more lines: "
             "the last value counts"
             for key, (line, count) in self._repeated.items()
         ]
@@ -106,7 +107,9 @@ class JsonlReader:
 
     def listed_names(self) -> str:
         """Say which fields the first record has, for a message."""
-        names = ", ".join(list(self._sample)[:30]).encode("utf-8", "backslashreplace").decode()
+        names = (
+            ", ".join(map(_shortened, list(self._sample)[:30])).encode("utf-8", "backslashreplace").decode()
+        )
         return f"the first record has {names or 'no fields'}"
 
     def _parse(self, line: Line) -> _Row:
@@ -116,7 +119,7 @@ class JsonlReader:
             reason = (
                 f"the line has {line.num_bytes:,} bytes, over max_row_bytes = {self.spec.max_row_bytes:,}"
             )
-            return _Row(line.number, line.num_bytes, b"", None, error=BadRecord("row_too_large", reason))
+            return _Row(line.number, 0, b"", None, error=BadRecord("row_too_large", reason))
         # The line itself is needed again only where the row is rejected: never keep a large one for that.
         row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
@@ -198,10 +201,11 @@ class JsonlReader:
             row_id = made_up_id(self.source.label, row.number, content)
         path = self.source.path
         if error is None:
-            return Document(path, row.number, row_id, text, "ok", None, None, values)
+            return Document(path, row.number, row_id, text, "ok", None, None, values, None, row.num_bytes)
         message = f"{path}:{row.number}: {error}"
+        raw = row.content or None
         return Document(
-            path, row.number, row_id, text, "rejected", error.code, message, values, row.content or None
+            path, row.number, row_id, text, "rejected", error.code, message, values, raw, row.num_bytes
         )
 
     def _judge(self, has_text: bool, text: object) -> BadRecord | None:
@@ -222,6 +226,11 @@ class JsonlReader:
             return JsonRow({name: value for name, value in record.items() if name not in hidden})
         found = ((name, find_field(record, name)) for name in self.spec.passthrough)
         return JsonRow({name: value for name, (is_there, value) in found if is_there})
+
+
+def _shortened(key: str) -> str:
+    """Return a key for a message, as far as it is a name: a broken record may have a text for a key."""
+    return key if len(key) <= SHOWN_KEY_CHARS else f"{key[:SHOWN_KEY_CHARS]}…"
 
 
 def _request_problem(record: dict, text: str) -> BadRecord | None:

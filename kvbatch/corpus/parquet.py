@@ -81,6 +81,7 @@ def read_parquet(
             )
             _check_range(source, values, fields, num_rows)
             broken = _not_utf8(values)
+            row_bytes = values.nbytes // max(1, len(batch))
             for position in range(len(batch)):
                 answer = kept is None or kept[position]
                 if answer:
@@ -93,7 +94,7 @@ def read_parquet(
                     if position in broken:
                         problem = "bad_utf8", f"column {broken[position]!r} is not UTF-8"
                         row_values = JsonRow({})
-                    yield _document(source, spec, row, ids[position], text, row_values, problem)
+                    yield _document(source, spec, row, ids[position], text, row_values, problem, row_bytes)
                     del text
             num_rows += len(batch)
 
@@ -124,7 +125,8 @@ def _check_range(
                 widened(array, fields[name].type)
         except pa.ArrowInvalid as error:
             where = f"in rows {num_rows + 1:,} to {num_rows + len(values):,}"
-            raise InputError(f"{source.path}: column {name!r} {where}: {error}") from error
+            reason = f"a value is out of bounds of {fields[name].type}"  # the error would quote it
+            raise InputError(f"{source.path}: column {name!r} {where}: {reason}") from error
 
 
 def _not_utf8(values: pa.RecordBatch) -> dict[int, str]:
@@ -199,8 +201,10 @@ def _document(
     data: bytes | None,
     values: RowValues,
     problem: tuple[str, str] | None,
+    row_bytes: int,
 ) -> Document:
     name = spec.text_name
+    num_bytes = row_bytes + len(data or b"")
     text = code = reason = None
     if data is None:
         code, reason = "empty_text", f"{name!r} is null"
@@ -220,7 +224,7 @@ def _document(
     if row_id is None:
         row_id = made_up_id(source.label, row, data or b"")
     if code is None:
-        return Document(source.path, row, row_id, text, "ok", None, None, values)
+        return Document(source.path, row, row_id, text, "ok", None, None, values, None, num_bytes)
     message = f"{source.path}:{row}: {reason}"
     raw = None if data is None else data[:RAW_BYTES]
-    return Document(source.path, row, row_id, text, "rejected", code, message, values, raw)
+    return Document(source.path, row, row_id, text, "rejected", code, message, values, raw, num_bytes)

@@ -1,15 +1,30 @@
-"""Tell from a file's bytes what it is; owns the messages for what cannot be read."""
+"""Tell from a file's bytes what it is; owns the messages for what cannot be read and what is left out."""
 
 import os
+import re
 
-from kvbatch.corpus.compression import StreamError, codec_of, open_stream
+from kvbatch.corpus.compression import StreamError, open_stream
+from kvbatch.corpus.json_values import BadRecord, find_field, parse_record
 from kvbatch.errors import InputError
 
 HEAD_BYTES = 4096
+SNIFFED_BYTES = 1 << 16  # of a file that nothing but its content calls data
+SNIFFED_LINES = 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES = (".parquet", ".pq", ".parq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
 COMPRESSION_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
+UNFINISHED_SUFFIXES = (
+    ".tmp",
+    ".temp",
+    ".part",
+    ".partial",
+    ".filepart",
+    ".crdownload",
+    ".inprogress",
+    ".swp",
+    "~",
+)
 REFUSED = {
     b"PK\x03\x04": "a zip archive",
     b"ARROW1": "an Arrow IPC file",
@@ -79,10 +94,7 @@ def _format_of(path: str, head: bytes, layers: tuple[str, ...]) -> str:
         return "parquet"
     if not head and not layers and name.endswith(PARQUET_SUFFIXES + COMPRESSION_SUFFIXES):
         raise InputError(f"{path}: the file is empty (0 bytes)")
-    what = next((what for magic, what in REFUSED.items() if head.startswith(magic)), None)
-    if head[TAR_MAGIC[0]] == TAR_MAGIC[1]:
-        what = "a tar archive"
-    if what:
+    if what := _refused(head):
         raise InputError(f"{path}: it is {what}; only JSONL and Parquet can be read")
     if encoding := _wide_encoding(head):
         remedy = f"convert it to UTF-8, for example with `iconv -f {encoding} -t UTF-8`"
@@ -105,23 +117,78 @@ def _wide_encoding(head: bytes) -> str | None:
     return WIDE_ZEROS.get(tuple(byte == 0 for byte in head[:4]))
 
 
-def looks_like_data(path: str) -> bool:
-    """Tell whether a file found in a directory is input: by its name, or by unmistakable bytes."""
+def _refused(head: bytes) -> str | None:
+    """Name the kind of a file that is known and cannot be read."""
+    if head[TAR_MAGIC[0]] == TAR_MAGIC[1]:
+        return "a tar archive"
+    return next((what for magic, what in REFUSED.items() if head.startswith(magic)), None)
+
+
+def is_named_as_data(path: str) -> bool:
+    """Tell whether a file's suffix, below those of compression, promises JSONL or Parquet."""
     name = os.path.basename(path).lower()
     while name.endswith(COMPRESSION_SUFFIXES):
         name = name[: name.rindex(".")]
-    suffix = os.path.splitext(name)[1]
-    if suffix in JSONL_SUFFIXES + PARQUET_SUFFIXES:
-        return True
+    return name.endswith(JSONL_SUFFIXES + PARQUET_SUFFIXES)
+
+
+def why_no_data(path: str, wanted: str, text_name: str) -> str | None:
+    """Say why a file that is in a directory, and whose suffix promises nothing, is no input.
+
+    Args:
+        wanted: the job's input.format.
+        text_name: the job's text column, which an object that stands alone in its file must have.
+
+    Returns:
+        None if its bytes are Parquet or JSONL. The same if they cannot be looked at, so that reading it tells why.
+    """
+    if path.lower().endswith(UNFINISHED_SUFFIXES):
+        return "unfinished or a copy by its name"
+    if not os.path.isfile(path):
+        return "not a regular file"
     try:
-        with open(path, "rb") as file:
-            head = file.read(8)
-        if head.startswith((b"PAR1", b"PARE")):
-            return True
-        if suffix or not (head.startswith((b"{", BYTE_ORDER_MARK)) or codec_of(head)):
-            return False
-        stream, _ = open_stream(path)  # a name without a suffix, as Spark writes them
+        stream, _ = open_stream(path)
         with stream:
-            return stream.read(HEAD_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
+            head = stream.read(SNIFFED_BYTES)
     except (OSError, StreamError):
-        return False
+        return None
+    if head.startswith((b"PAR1", b"PARE")):
+        found = "parquet"
+    elif not head.strip():
+        return "empty"
+    elif what := _refused(head):
+        return what
+    elif _holds_records(head, text_name):
+        found = "jsonl"
+    elif encoding := _wide_encoding(head):
+        return f"{encoding} text or binary, and JSONL is UTF-8"
+    else:
+        return "neither JSONL nor Parquet by name or content"
+    if wanted not in ("auto", found):
+        return f"{'Parquet' if found == 'parquet' else 'JSONL'}, and input.format is {wanted}"
+    return None
+
+
+def _holds_records(head: bytes, text_name: str) -> bool:
+    """Tell whether half or more of a text's first lines are JSON objects: one that was torn, or is none, may be there.
+
+    A single object must have the text column, for it may as well be a document of its own.
+    """
+    *whole, last = head.removeprefix(BYTE_ORDER_MARK).split(b"\n")
+    is_whole = len(head) < SNIFFED_BYTES
+    if is_whole:
+        whole.append(last)
+    lines = [line for line in whole if line.strip()][:SNIFFED_LINES]
+    if not lines:  # the first line is longer than what was read
+        return re.match(rb'\s*\{\s*"', last) is not None
+    records = [record for record in map(_record, lines) if record is not None]
+    if is_whole and len(lines) == 1 and records:
+        return find_field(records[0], text_name)[0]
+    return 2 * len(records) >= len(lines)
+
+
+def _record(line: bytes) -> dict | None:
+    try:
+        return parse_record(line.decode(errors="replace"), [])
+    except BadRecord:
+        return None

@@ -29,6 +29,8 @@ class InputSpec:
             them by U+FFFD.
         on_bad_row: "reject" keeps a row that cannot be used in its place, without an answer; "fail" stops at the
             first one.
+        on_bad_file: "fail" stops at a file that cannot be read; "skip" leaves it out as a whole, for which every file
+            is read once more, before the first row.
 
     Raises:
         JobFileError: a value is out of range, or a passthrough column would hide an output column.
@@ -44,6 +46,7 @@ class InputSpec:
     max_row_bytes: int = 1 << 30
     errors: Literal["reject", "replace"] = "reject"
     on_bad_row: Literal["reject", "fail"] = "reject"
+    on_bad_file: Literal["fail", "skip"] = "fail"
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -54,6 +57,8 @@ class InputSpec:
             raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
         if self.on_bad_row not in ("reject", "fail"):
             raise JobFileError(f"input.on_bad_row is {self.on_bad_row!r}: use reject or fail")
+        if self.on_bad_file not in ("fail", "skip"):
+            raise JobFileError(f"input.on_bad_file is {self.on_bad_file!r}: use fail or skip")
         if self.limit is not None and self.limit < 0:
             raise JobFileError(f"input.limit is {self.limit}: use 0 or more")
         if self.max_row_bytes < 1:

@@ -1,6 +1,7 @@
 """Decide which rows a job's `where` selects; the only place that loads polars."""
 
 import contextlib
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -11,11 +12,15 @@ from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
 
 
+class ConditionError(InputError):
+    """The condition of a job cannot be used, whatever the state of its files."""
+
+
 class RowFilter:
-    """Hold a polars SQL condition over the columns that it names.
+    """Hold a polars SQL condition over the columns that it names; count the rows that it left out.
 
     Raises:
-        InputError: it is not SQL, names no column, or needs more than one row at a time (an aggregate).
+        ConditionError: it is not SQL, names no column, or needs more than one row at a time (an aggregate).
     """
 
     def __init__(self, condition: str):
@@ -25,6 +30,7 @@ class RowFilter:
         # a panic: of what polars does not know, such as the type decimal256
         self._failures = polars.exceptions.PolarsError, polars.exceptions.PanicException
         self.condition = condition
+        self.num_left_out = 0
         try:
             self._expression = polars.sql_expr(condition)
             self.columns = tuple(dict.fromkeys(self._expression.meta.root_names()))
@@ -50,14 +56,16 @@ class RowFilter:
             columns: those of the condition that the file has.
 
         Raises:
-            InputError: the condition does not fit the types of the columns.
+            ConditionError: the condition does not fit the types of the columns.
         """
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            return self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+            answers = self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
         except self._failures as error:
             raise self._error(f"{path}: {_first_line(error)}") from error
+        self.num_left_out += answers.count(False)
+        return answers
 
     def keep_records(self, records: Sequence[dict]) -> list[bool | str]:
         """Tell for every JSON record whether it is selected, or why that cannot be told of it.
@@ -86,6 +94,7 @@ class RowFilter:
                 answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
                 kept[position] = answer
+        self.num_left_out += kept.count(False)
         return kept
 
     def _judge(self, frame) -> list[bool | str]:
@@ -110,7 +119,7 @@ class RowFilter:
             try:
                 answers += self._keep(frame[position : position + 1])
             except self._failures as error:
-                answers.append(_first_line(error))
+                answers.append(_without_value(error))
         return answers
 
     def _keep(self, frame) -> list[bool]:
@@ -119,8 +128,8 @@ class RowFilter:
             raise self._error(f"it gives {result.dtype}, not a boolean")
         return [keep is True for keep in result]
 
-    def _error(self, reason: str) -> InputError:
-        return InputError(f"input.where = {self.condition!r}: {reason}")
+    def _error(self, reason: str) -> ConditionError:
+        return ConditionError(f"input.where = {self.condition!r}: {reason}")
 
 
 def _is_by_row(expression) -> bool:
@@ -130,7 +139,14 @@ def _is_by_row(expression) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return what polars says of a condition and the types of its columns; it has seen no row then."""
     return str(error).split("\n")[0]
+
+
+def _without_value(error: BaseException) -> str:
+    """Say why a row cannot be judged; polars quotes the row's values, which may be document text."""
+    conversion = re.match(r"conversion from `[^`]*` to `[^`]*` failed", str(error))
+    return conversion[0] if conversion else "the condition does not fit a value of the row"
 
 
 def _as_shown(array: pa.Array) -> pa.Array:

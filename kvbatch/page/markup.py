@@ -6,6 +6,7 @@ from html import escape as escape_html
 from importlib.resources import files
 from typing import Any
 
+from kvbatch.corpus.skipped import named
 from kvbatch.page import plots
 from kvbatch.progress import format_bytes
 from kvbatch.report import answer_counts
@@ -36,6 +37,7 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: dict
         _plots(summary, figures),
         _quality(figures["quality"]),
         _errors(figures["errors"]),
+        _skipped(summary["skipped"]),
         _slowest(figures["slowest"]),
         _section("Configuration", f"<pre>{escape(job)}</pre>") if job else "",
         _environment(summary, manifest),
@@ -171,6 +173,13 @@ def _errors(errors: list[dict[str, Any]]) -> str:
         rows.append([kind["error_code"], kind["status"], f"{kind['num_rows']:,}", ids])
     note = '<p class="muted">Reasons and inputs: deadletter/ beside this page.</p>'
     return _section("Errors", _table(["kind", "status", "rows", "row ids"], rows, numbers={2}), note)
+
+
+def _skipped(groups: list[dict[str, Any]]) -> str:
+    if not groups:
+        return ""
+    rows = [[group["reason"], f"{group['files']:,}", named(group)] for group in groups]
+    return _section("Skipped files", _table(["reason", "files", "first names"], rows, numbers={1}))
 
 
 def _slowest(rows: list[dict[str, Any]]) -> str:

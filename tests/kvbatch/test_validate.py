@@ -70,3 +70,24 @@ def test_everything_wrong_is_said_at_once(job_file, tiny_model, tmp_path):
     Path("job.yaml").write_text("version: 2\nname: x y\nprompts: {}\n")
     code, found = validate(path)
     assert code == 78 and len(found) > 3 and {about for about, _, _ in found} == {"job"}
+
+
+def test_a_condition_hides_no_other_mistake(job_file):
+    rows = [{"id": 1, "text": "fox", "lang": "en"}, {"id": 2, "text": "", "lang": "en"}]
+    path = job_file(rows, input={"where": "lang = 'DE'"})
+    code, found = validate(path)
+    assert code == 65 and "left out 2 of 2 rows" in found[1][2]
+    assert "1 files, 2 rows, 1 of them rejected" in found[2][2]
+    code, found = validate(path, """input.where=lang = 'en'""", "input.limit=1")
+    assert code == 0 and "left out" not in found[1][2]
+    code, found = validate(path, """input.where=text LIKE 'f%'""")
+    assert code == 0 and "1 rows (where left out 1 of 2 rows)" in found[1][2]
+    for where, hint in (('lang == "de"', "single quotes: 'de'"), ("lang IN ('de')", "IN, * and /")):
+        code, found = validate(
+            path, f"input.where={where}", 'input.path=["in.jsonl", "gone.jsonl"]', "engine.memory_budget=1KiB"
+        )
+        wrong = " ".join(message for _, kind, message in found if kind == "error")
+        assert code == 66 and "gone.jsonl" in wrong and "memory_budget" in wrong
+        code, found = validate(path, f"input.where={where}", "engine.memory_budget=1KiB")
+        wrong = " ".join(message for _, kind, message in found if kind == "error")
+        assert code == 66 and hint in wrong and "memory_budget" in wrong

@@ -3,7 +3,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvbatch.corpus import Corpus, InputSpec
-from kvbatch.errors import InputError
+from kvbatch.errors import InputError, LimitExceeded
 
 ROWS = [{"id": n, "text": f"t{n}", "year": 1990 + n, "source": "ab"[n % 2]} for n in range(1000)]
 
@@ -117,3 +117,24 @@ def test_rows_that_are_not_selected_decide_no_type(write_jsonl):
     corpus = Corpus(InputSpec((str(path),), passthrough=("f",), limit=1))
     assert len(list(corpus.documents())) == 1
     assert corpus.passthrough_schema.field("f").type == pa.int64()
+
+
+def test_a_condition_that_leaves_out_every_row_is_told_and_one_that_leaves_out_some_is_counted(path):
+    corpus = Corpus(InputSpec((str(path),), where="year > 5000"))
+    for look in (corpus.check_selects, lambda: list(corpus.documents())):
+        with pytest.raises(LimitExceeded, match=r"left out 1,000 of 1,000 rows") as caught:
+            look()
+        assert caught.value.exit_code == 65
+    some = Corpus(InputSpec((str(path),), where="year > 2500"))
+    assert [len(list(some.documents())) for _ in range(2)] == [489, 489] and some.num_left_out == 511
+
+
+def test_text_in_double_quotes_is_a_column_that_is_nowhere(path, read):
+    with pytest.raises(InputError, match=r"column 'b'.*single quotes: 'b'"):
+        read(path, where='source == "b"')
+
+
+def test_an_input_without_rows_is_no_mistake_of_the_condition(write_jsonl):
+    corpus = Corpus(InputSpec((str(write_jsonl("in.jsonl")),), where="y = 1"))
+    corpus.check_selects()
+    assert list(corpus.documents()) == [] and corpus.warnings == ["the input has no rows"]
