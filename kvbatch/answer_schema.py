@@ -1,6 +1,7 @@
 """Read a JSON schema that a job names by its file, and check it before anything else starts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ def read_schema(path: str) -> Any:
         ValueError: There is no such file, or no JSON in it.
     """
     try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
+        return json.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; check the path") from error
     except ValueError as error:

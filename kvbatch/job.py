@@ -64,7 +64,8 @@ class ModelSection(Section):
     revision: str | None = None
     """Revision of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of weights and arithmetic; `auto` is bfloat16 where the device is fast at it."""
+    """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on a GPU,
+    bfloat16. A run that is continued or carried over keeps its own."""
     weight_quant: Literal["int8"] | None = None
     """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
     max_context: Count | None = None
@@ -269,7 +270,7 @@ class EngineSection(Section):
     max_sequences: Count = 64
     """Rows running at once."""
     threads: Count | None = None
-    """CPU threads; torch's own choice by default."""
+    """CPU threads; by default as many as torch takes, within the CPUs and the CPU quota of the process."""
     prompt_lookup: bool = True
     """When few rows are left, guess what they copy, as long as that pays; never with `deterministic`."""
     deterministic: bool = False

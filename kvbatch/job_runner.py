@@ -39,6 +39,7 @@ class JobRunner:
 
     Args:
         earlier: the run that may be continued; what was found when it began holds on.
+        kept: the run whose rows will stand beside this one's, if it is another one: its precision holds on.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used.
@@ -57,6 +58,7 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
         earlier: RunDirectory | None = None,
+        kept: RunDirectory | None = None,
     ):
         import torch
 
@@ -68,7 +70,7 @@ class JobRunner:
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         self.earlier = earlier
         corpus.check()
-        self.model = open_model(job.model, job.engine)
+        self.model = open_model(job.model, job.engine, kept=earlier or kept)
         self.builder = prompt_builder(self.model.tokenizer, job)
         context = self.model.config.max_context
         self.answers = answer_form(job.generation, self.model)
@@ -100,6 +102,8 @@ class JobRunner:
                 "max_context": context,
             },
             "device": self.model.device,
+            "precision": asdict(self.model.precision),
+            "threads": asdict(self.model.threads),
             "prefix_tokens": len(self.builder.prefix_ids),
             "semantic": self.fingerprint.semantic,
             "semantic_hash": digest(self.fingerprint.semantic),

@@ -215,7 +215,7 @@ def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
 
 def describe_model_files(spec: str) -> list[dict[str, Any]]:
     """Return the same for a local model's files; a model that is no local path is fixed by its revision."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     stats = [(file, file.stat()) for file in files if file.suffix in MODEL_SUFFIXES]
     return [{"path": f.name, "num_bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats]

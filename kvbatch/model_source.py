@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbatch.errors import ModelUnavailable
+from kvcache.user_cache import user_cache
 
 # Raise it when the conversion changes: models converted by an older one are then converted again.
 CONVERTER_VERSION = 1
@@ -61,7 +62,7 @@ def resolve_model(
         ModelUnavailable: nothing usable is there; the message says what to do.
         ModelAbsent: with `look_only`, it is not on this machine yet.
     """
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     is_hub = _HUB_ID.fullmatch(spec) is not None and not path.exists() and path.suffix != ".gguf"
     if revision is not None and not is_hub:
         raise ModelUnavailable(f"model.revision is only for hub ids, and {spec!r} is none; remove it")
@@ -80,8 +81,17 @@ def resolve_model(
 
 
 def kvbatch_cache(given: Path | None = None) -> Path:
-    """Return the user's cache, or what is given in its place."""
-    return given or Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser()
+    """Return the user's cache, or what is given in its place.
+
+    Raises:
+        ModelUnavailable: This user has none; the message says what to set.
+    """
+    try:
+        return given or user_cache()
+    except FileNotFoundError as error:
+        raise ModelUnavailable(
+            f"a model that is converted is kept, but {error}; set KVBATCH_CACHE to a directory that can be written"
+        ) from error
 
 
 def _from_directory(path: Path, look_only: bool) -> ModelSource:

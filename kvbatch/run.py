@@ -25,6 +25,7 @@ from kvbatch.manifest import (
     find_same_run,
     find_unfinished_run,
 )
+from kvbatch.precision import run_to_keep_to
 from kvbatch.progress import Progress
 from kvbatch.runlog import RunLog, write_heartbeat
 from kvbatch.stop import Stopper
@@ -81,7 +82,8 @@ def run_job(
             return RunOutcome(done, is_new=False)
         progress.start("opening")
         earlier = resume or (None if new_run or carry else find_unfinished_run(job))
-        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier)
+        kept = run_to_keep_to(job, earlier, carry, new_run=new_run)
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier, kept)
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
         planned = None
@@ -133,7 +135,9 @@ def opened_job(
 
     with Progress(stream) as progress:
         progress.start("opening")
-        runner = JobRunner(job, Corpus(input_spec(job)), progress, stopper or Stopper(), _load_llm)
+        kept = run_to_keep_to(job, None, None, new_run=False)
+        corpus = Corpus(input_spec(job))
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), _load_llm, kept=kept)
         runner.engine_config, runner.budget = plan_memory(job, runner.model, runner.builder)
         yield runner
 

@@ -1,6 +1,7 @@
 """`kvbatch validate`: everything about a job that can be found wrong without a GPU and without weights, all at once."""
 
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import TextIO
 from kvbatch.config import load_job
 from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
 from kvbatch.job import Job
+from kvbatch.manifest import find_unfinished_run
 
 _BATCH_ROWS = 512
 
@@ -108,9 +110,11 @@ def _model(job: Job) -> Iterator[Finding]:
     from kvbatch.fitting import check_room, plan_memory
     from kvbatch.model import open_model, resolve_device
     from kvbatch.model_source import ModelAbsent
+    from kvbatch.precision import run_to_keep_to
 
     try:
-        model = open_model(job.model, job.engine, look_only=True)
+        kept = run_to_keep_to(job, find_unfinished_run(job), None, new_run=False)
+        model = open_model(job.model, job.engine, kept=kept, look_only=True)
     except ModelAbsent as error:
         yield Finding("model", "note", f"{job.model.path}: {error}; prompt and memory are checked then")
         return
@@ -120,6 +124,8 @@ def _model(job: Job) -> Iterator[Finding]:
     has_weights = any(model.path.glob("*.safetensors"))
     text = f"{job.model.path}: {model.config.architecture}, context {model.config.max_context:,}"
     yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
+    yield Finding("dtype", "ok", str(model.precision))
+    yield Finding("threads", "ok", f"{model.threads.count}: {model.threads.reason}")
     try:
         builder = prompt_builder(model.tokenizer, job)
         check_room(job, builder, model.config.max_context)
@@ -147,7 +153,7 @@ def _model(job: Job) -> Iterator[Finding]:
 def _output(job: Job) -> Iterator[Finding]:
     targets = {"output.dir": Path(job.output_dir)}
     if job.output.metrics:
-        targets["output.metrics"] = Path(job.output.metrics).expanduser().parent
+        targets["output.metrics"] = Path(os.path.expanduser(job.output.metrics)).parent
     for key, target in targets.items():
         place = target
         while not place.exists() and place != place.parent:
