@@ -64,8 +64,8 @@ class ModelSection(Section):
     revision: str | None = None
     """Revision of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on a GPU,
-    bfloat16. A run that is continued or carried over keeps its own."""
+    """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on a
+    GPU, bfloat16. A run that is continued or carried over keeps its own."""
     weight_quant: Literal["int8"] | None = None
     """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
     max_context: Count | None = None

@@ -199,6 +199,8 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
         "kvbatch": __version__,
         "job": job.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "working_directory": _working_directory(),
+        "output_dir": job.output_dir,
         "config_hash": config_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
@@ -287,6 +289,13 @@ def open_run(path: Path) -> RunDirectory:
 def _followed(path: Path) -> RunDirectory:
     """Return the run that `latest` stands for by its own name, as relative as the path was."""
     return RunDirectory(path.parent / path.readlink() if path.is_symlink() else path)
+
+
+def _working_directory() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -121,13 +121,17 @@ def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
 
 
 def _opened(run_path: Path) -> "RunDirectory":
-    """Return the run that a path names; if there is none, tell that on stdout too, as every end is told."""
+    """Return the run that a path names, from where it began; if there is none, tell that on stdout too."""
     from kvbatch.ending import told
     from kvbatch.errors import KvbatchError
     from kvbatch.manifest import open_run
+    from kvbatch.working_directory import enter_working_directory
 
     try:
-        return open_run(run_path)
+        run, note = enter_working_directory(open_run(run_path))
+        if note:
+            click.echo(f"kvbatch: {note}", err=True)
+        return run
     except KvbatchError as error:
         with told(sys.stdout):
             raise error
