@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.carry import Carry, carried_by_default, check_model
+from kvbatch.environment import without_credentials
 from kvbatch.errors import InputError, JobChanged, LimitExceeded
 from kvbatch.fingerprint import changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
@@ -18,6 +19,7 @@ from kvbatch.manifest import (
     RunDirectory,
     describe_run,
     input_changes,
+    kept_memory_budget,
     plan_directory,
 )
 from kvbatch.progress import Progress, counted, format_bytes
@@ -93,7 +95,7 @@ class JobRunner:
         self._input_hashes: dict[str, str] | None = None
         self.manifest = described | {
             "model": {
-                "path": job.model.path,
+                "path": without_credentials(job.model.path),
                 "revision": self.model.revision,
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
@@ -168,7 +170,7 @@ class JobRunner:
             output = self.job.output.model_copy(update={"shard_rows": shard_rows})
             self.job = self.job.model_copy(update={"output": output})
         known_bytes = None
-        if found.get("memory_budget") == self.job.engine.memory_budget:
+        if found.get("memory_budget") == kept_memory_budget(self.job):
             known_bytes = found.get("memory_budget_bytes")
         self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
         self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes

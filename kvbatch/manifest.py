@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbatch import __version__
-from kvbatch.config import to_yaml
+from kvbatch.config import RESOLVED_NAME, to_yaml
+from kvbatch.environment import without_credentials
 from kvbatch.errors import InputError, OutputError
 from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
@@ -153,10 +154,23 @@ def create_run(job: Job, manifest: dict[str, Any]) -> RunDirectory:
             (run.path / name).mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    write_text(run.path / "job.resolved.yaml", to_yaml(job))
+    keep_job(run, job)
     write_json(run.manifest, manifest | {"run_id": run.run_id})
     _point_latest(home, run.run_id)
     return run
+
+
+def keep_job(run: RunDirectory, job: Job) -> None:
+    """Write the job into its run directory, so that it can be gone on with.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    try:
+        job.environment.write_key(run.path)
+    except OSError as error:
+        raise OutputError(f"cannot write into {run.path}: {error.strerror}; change output.dir") from error
+    write_text(run.path / RESOLVED_NAME, to_yaml(job))
 
 
 def plan_directory(job: Job) -> RunDirectory:
@@ -200,11 +214,11 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
         "job": job.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "working_directory": _working_directory(),
-        "output_dir": job.output_dir,
+        "output_dir": without_credentials(job.output_dir),
         "config_hash": config_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
-        "memory_budget": job.engine.memory_budget,
+        "memory_budget": kept_memory_budget(job),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
     }
@@ -212,7 +226,7 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
 
 def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
     """Return path, size and modification time of input files."""
-    return [{"path": str(f.path), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
+    return [{"path": without_credentials(str(f.path)), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
 
 
 def describe_model_files(spec: str) -> list[dict[str, Any]]:
@@ -264,9 +278,14 @@ def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]
 
 def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
     """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
-    if manifest.get("memory_budget") == job.engine.memory_budget:
+    if manifest.get("memory_budget") == kept_memory_budget(job):
         return False
     return "over_budget" in run.read_summary().get("error_codes", {})
+
+
+def kept_memory_budget(job: Job) -> Any:
+    """Return what a manifest keeps of the memory that a job gives."""
+    return job.environment.kept("engine.memory_budget", job.engine.memory_budget)
 
 
 def open_run(path: Path) -> RunDirectory:

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from kvbatch.config import to_yaml
 from kvbatch.errors import InputError, JobFileError, OutputError
 from kvbatch.fingerprint import config_hash, job_fingerprint
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
 from kvbatch.job_runner import JobRunner
 from kvbatch.lock import IfLocked, job_lock
-from kvbatch.manifest import RunDirectory, open_run, plan_directory
+from kvbatch.manifest import RunDirectory, keep_job, open_run, plan_directory
 from kvbatch.plan import MAX_FORECAST_ROWS, Planner, PlanSummary, read_plan
 from kvbatch.progress import counted, format_bytes
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
 from kvbatch.template import parse_template
-from kvbatch.writer import write_json, write_text
+from kvbatch.writer import write_json
 
 if TYPE_CHECKING:
     from kvbatch.stop import Stopper
@@ -97,6 +96,8 @@ def plan_job(
         KvbatchError: With the exit code of what went wrong.
     """
     if other:
+        if job.environment.key:  # else hashes of equal values would differ
+            other = other.with_environment(replace(other.environment, key=job.environment.key))
         _check_what_if(job, other)
     with (
         job_lock(Path(job.output_dir), IfLocked(), "plan"),
@@ -138,7 +139,7 @@ def _make(runner: JobRunner, run: RunDirectory) -> PlanSummary:
         (run.path / "stats").mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"cannot make {run.path}: {error.strerror}; change output.dir") from error
-    write_text(run.path / "job.resolved.yaml", to_yaml(runner.job))
+    keep_job(run, runner.job)
     write_json(run.manifest, runner.manifest | {"run_id": run.run_id})
     runner.progress.start("planning")
     return runner.make_plan(run, known)

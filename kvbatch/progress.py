@@ -25,9 +25,14 @@ class Progress:
         beat: called every ten seconds with phase, rows, tokens and the seconds that they took.
     """
 
-    def __init__(self, stream: TextIO | None = None, beat: Callable[..., None] | None = None):
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        beat: Callable[..., None] | None = None,
+        hide: Callable[[str], str] = str,
+    ):
         self._stream = stream or sys.stderr
-        self.beat = beat
+        self.beat, self._hide = beat, hide
         self.live: Callable[[], str] = str  # what the engine is at, between rows
         self.phase_s: dict[str, float] = {}
         self._is_terminal = self._stream.isatty()
@@ -76,6 +81,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a line beside the progress."""
+        text = self._hide(text)
         with self._lock:
             if self._bar is not None:
                 self._bar.write(text, file=self._stream)

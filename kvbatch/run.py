@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from kvbatch.carry import Carry, find_run_of_same_rows
+from kvbatch.environment import hiding
 from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
@@ -74,9 +75,10 @@ def run_job(
     from kvbatch.corpus import Corpus
 
     started_s = time.monotonic()
-    corpus = Corpus(input_spec(job))
+    with hiding(job):
+        corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
-    with job_lock(home, if_locked or IfLocked()), Progress(stream) as progress:
+    with hiding(job), job_lock(home, if_locked or IfLocked()), _progress(job, stream) as progress:
         done = _done_run(job, corpus, resume, carry, new_run)
         if done:
             return RunOutcome(done, is_new=False)
@@ -95,7 +97,7 @@ def run_job(
         if planned:
             adopt_plan(planned, run)
         on_run(run)
-        log = RunLog(run.log)
+        log = RunLog(run.log, job.environment.hide)
         progress.beat = lambda phase, **values: write_heartbeat(run.heartbeat, phase, **values)
         try:
             runner.run(run, log, started_s)
@@ -133,13 +135,17 @@ def opened_job(
     """Open a job to look into it, without a run; raises as `run_job`."""
     from kvbatch.corpus import Corpus
 
-    with Progress(stream) as progress:
+    with hiding(job), _progress(job, stream) as progress:
         progress.start("opening")
         kept = run_to_keep_to(job, None, None, new_run=False)
         corpus = Corpus(input_spec(job))
         runner = JobRunner(job, corpus, progress, stopper or Stopper(), _load_llm, kept=kept)
         runner.engine_config, runner.budget = plan_memory(job, runner.model, runner.builder)
         yield runner
+
+
+def _progress(job: Job, stream: TextIO | None) -> Progress:
+    return Progress(stream, hide=job.environment.hide)
 
 
 def input_spec(job: Job) -> "InputSpec":

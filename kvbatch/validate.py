@@ -5,7 +5,8 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -49,10 +50,12 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     except JobFileError as error:
         yield from (_error("job", error, line) for line in str(error).splitlines())
         return
+    except InputError as error:
+        yield _error("job", error)
+        return
     yield Finding("job", "ok", f"{job_file}: {job.name}")
-    yield from _input(job)
-    yield from _model(job)
-    yield from _output(job)
+    for finding in chain(_input(job), _model(job), _output(job)):
+        yield replace(finding, message=job.environment.hide(finding.message))
 
 
 def _input(job: Job) -> Iterator[Finding]:
