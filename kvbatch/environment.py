@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbatch.errors import InputError, KvbatchError
+from kvbatch.errors import InputError
 
 if TYPE_CHECKING:
     from kvbatch.job import Job
@@ -194,11 +194,9 @@ def hiding(job: "Job") -> Iterator[None]:
     """Let no error of the block say what a variable stands for; raises what the block raises."""
     try:
         yield
-    except KvbatchError as error:
-        message = str(error)
-        hidden = job.environment.hide(message)
-        if hidden != message:
-            error.args = (hidden,)
+    except Exception as error:
+        hide = job.environment.hide
+        error.args = tuple(hide(each) if isinstance(each, str) else each for each in error.args)
         raise
 
 

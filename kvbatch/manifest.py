@@ -226,7 +226,7 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
 
 def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
     """Return path, size and modification time of input files."""
-    return [{"path": without_credentials(str(f.path)), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
+    return [{"path": str(f.path), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
 
 
 def describe_model_files(spec: str) -> list[dict[str, Any]]:
