@@ -11,15 +11,14 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence as Tokens
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.models.decoder import Decoder
 from kvcache.compressors.lane_shares import STEPS, LaneShares
-from kvcache.kernels.cpu.build import cache_folder
 from kvcache.kernels.registry import cpu_kernels
+from kvcache.user_cache import user_cache
 
 NUM_TOKENS = 1000
 _CHUNK_TOKENS = 250
@@ -63,17 +62,17 @@ def calibrate(model: Decoder, token_ids: Tokens[int] = ()) -> LaneShares:
     """
     tokens = list(token_ids) or random.Random(0).choices(range(model.config.vocab_size), k=NUM_TOKENS)
     tokens = tokens[: min(NUM_TOKENS, model.config.max_context // 2)]
-    path = cache_folder().with_name("calibration") / f"{_fingerprint(model, tokens)}.pt"
+    name = f"{_fingerprint(model, tokens)}.pt"
     config = model.config
     shape = (STEPS + 1, config.num_layers, config.num_kv_heads)
     try:
-        table = torch.load(path, weights_only=True)
+        table = torch.load(user_cache() / "calibration" / name, weights_only=True)
         if table.shape == shape:
             return LaneShares(table)
     except Exception:  # torch.load raises what it likes on a damaged file; measuring again is always right
         pass
     shares = LaneShares.from_scores(_scores(model, tokens)[..., min(_SINKS, len(tokens) // 4) :])
-    _store(shares.table, path)
+    _store(shares.table, name)
     return shares
 
 
@@ -116,12 +115,13 @@ def _fingerprint(model: Decoder, tokens: list[int]) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:20]
 
 
-def _store(table: Tensor, path: Path) -> None:
+def _store(table: Tensor, name: str) -> None:
     """Write a table whole or not at all; a cache that cannot be written costs time, nothing else."""
     try:
+        path = user_cache() / "calibration" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             torch.save(table, file)
         os.replace(file.name, path)
     except OSError as error:
-        logging.getLogger(__name__).warning("the calibration cannot be kept in %s: %s", path.parent, error)
+        logging.getLogger(__name__).warning("the calibration cannot be kept: %s", error)

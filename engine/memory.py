@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from engine.control_groups import memory_room
 from engine.errors import BudgetError
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -59,7 +60,7 @@ def resolve_budget(value: str | float | int, device: str = "cpu", *, reserved_by
 
 
 def available_bytes(device: str = "cpu") -> int:
-    """Return the bytes a process may still take: of the GPU, or of this machine within its control group."""
+    """Return the bytes a process may still take: of the GPU, or of this machine within its control groups."""
     if device.startswith("cuda"):
         import torch
 
@@ -72,33 +73,8 @@ def available_bytes(device: str = "cpu") -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    return min([available, *_control_group_room()])
-
-
-def _control_group_room(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Return what the control group's limit (version 2, then 1) leaves, if it sets one.
-
-    Files that were read count as usage until their pages are wanted for something else: they are left out.
-    """
-    versions = (
-        (root / "memory.max", root / "memory.current", root / "memory.stat", "inactive_file"),
-        (
-            root / "memory/memory.limit_in_bytes",
-            root / "memory/memory.usage_in_bytes",
-            root / "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    )
-    for limit_file, usage_file, stat_file, reclaimable in versions:
-        try:
-            limit, usage = limit_file.read_text().strip(), int(usage_file.read_text())
-            stat = dict(line.split() for line in stat_file.read_text().splitlines())
-            usage -= int(stat.get(reclaimable, 0))
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            return [max(0, int(limit) - usage)]
-    return []
+    room = memory_room()
+    return available if room is None else min(available, room)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

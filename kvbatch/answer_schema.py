@@ -6,6 +6,7 @@ them while an answer is written, so that both mean the same.
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
@@ -27,7 +28,7 @@ def read_schema(path: str) -> Any:
         ValueError: There is no such file, or no JSON in it.
     """
     try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
+        return json.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; check the path") from error
     except (ValueError, RecursionError) as error:

@@ -77,6 +77,12 @@ def find_run_of_same_rows(job: Job, corpus: Corpus) -> RunDirectory | None:
     return None
 
 
+def last_answers(job: Job) -> RunDirectory | None:
+    """Return the run that an incremental job builds upon: its last success, else the newest there is."""
+    runs = [run for run, _ in _runs(job)]
+    return next((run for run in runs if run.is_success), runs[0] if runs else None)
+
+
 def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
     """Return the choice of an incremental job: what its last success answered, and runs after it that did not end.
 

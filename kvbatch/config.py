@@ -12,11 +12,14 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from kvbatch.environment import Environment, job_key, read_key
 from kvbatch.errors import JobFileError
 from kvbatch.extends import read_job_source
 from kvbatch.job import Job
 from kvbatch.overrides import apply_overrides
 from kvbatch.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar
+
+RESOLVED_NAME = "job.resolved.yaml"  # of the job that a run directory keeps
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -28,10 +31,24 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
     Raises:
         JobFileError: The file, an override or a value is wrong; all mistakes are named at once.
+        InputError: The job of a run has values from the environment, and the run's key to them is gone.
     """
     source = read_job_source(Path(path))
     apply_overrides(source, overrides)
     expand_environment(source)
+    job = _read(source)
+    if source.environment:
+        is_kept = Path(path).name == RESOLVED_NAME and (Path(path).parent / "manifest.json").exists()
+        environment = Environment(source.environment)
+        if environment.hidden:
+            is_kept = is_kept and not environment.hidden.keys() <= source.overrides.keys()
+            key = read_key(Path(path).parent) if is_kept else job_key(Path(job.output_dir))
+            environment = Environment(source.environment, key)
+        job = job.with_environment(environment)
+    return job
+
+
+def _read(source: Source) -> Job:
     try:
         return _validate(source)
     except ValidationError as error:
@@ -44,9 +61,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def to_yaml(job: Job) -> str:
-    """Return the job with all defaults, as a job file that can be run."""
-    text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
-    return text.replace("${", "$${")
+    """Return the job with all defaults, as a job file that can be run; what the environment says stays there."""
+    values = job.environment.as_written(job.model_dump(mode="json"))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _validate(source: Source) -> Job:
@@ -81,6 +98,7 @@ def _retype(source: Source, error: ValidationError) -> bool:
 
 def _explain(source: Source, error: ValidationError) -> list[str]:
     messages: dict[KeyPath, str] = {}
+    environment = Environment(source.environment)
     for item in error.errors():
         key = _real_key(source.data, item["loc"])
         if item["type"] == "missing" and key[-1:] != item["loc"][-1:]:
@@ -94,24 +112,36 @@ def _explain(source: Source, error: ValidationError) -> list[str]:
         elif item["type"] == "missing":
             text = f"key '{dotted(key)}' is missing; add it"
         else:
-            text = _complaint(key, item)
+            text = _complaint(key, item, environment)
             if not key:  # sections that contradict each other: the message begins with the key at fault
-                key = _real_key(source.data, text.split(" ")[0].split("."))
+                key = _real_key(source.data, _key_in(text))
         if key in messages and item["type"] != "extra_forbidden":
-            messages[key] += f"; or {_lower(item['msg'])}"  # another branch of a union
+            other = environment.hide(_lower(item["msg"]))
+            if not environment.quotes(key, other):
+                messages[key] += f"; or {other}"  # another branch of a union
         else:
             messages[key] = f"{source.place(key)}: {text}"
     return list(messages.values())
 
 
-def _complaint(key: KeyPath, item: Any) -> str:
-    message = item["msg"].removeprefix("Value error, ")
+def _complaint(key: KeyPath, item: Any, environment: Environment) -> str:
+    message = environment.hide(item["msg"].removeprefix("Value error, "))
     if item["type"] != "value_error":
-        given = json.dumps(item["input"], ensure_ascii=False, default=str)
+        given = environment.hide(json.dumps(item["input"], ensure_ascii=False, default=str))
+        if environment.quotes(key, given):
+            given = f"what {environment.names_at(key)} stands for"
         message = f"{_lower(message)}, not {given if len(given) < 80 else given[:77] + '…'}"
         if item["type"] == "string_type" and isinstance(item["input"], dict):  # template: {text}
             message += "; put a value that begins with a brace or holds ': ' in quotes"
+    elif environment.quotes(key or _key_in(message), message):
+        key = key or _key_in(message)
+        message = f"what {environment.names_at(key)} stands for cannot be used here; check the variable"
     return f"key '{dotted(key)}': {message}" if key else message
+
+
+def _key_in(message: str) -> KeyPath:
+    """Return the key that a message about several sections begins with."""
+    return tuple(message.split(" ")[0].split("."))
 
 
 def _lower(message: str) -> str:

@@ -1,6 +1,7 @@
 """How a run ended, told to machines: one JSON object as the last line of stdout, and a textfile for Prometheus."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class Ending:
         facts = self._facts(error or problem)
         if self.job and self.job.output.metrics and not isinstance(error, Skipped):
             try:
-                write_metrics(Path(self.job.output.metrics).expanduser(), facts)
+                write_metrics(Path(os.path.expanduser(self.job.output.metrics)), facts)
             except OutputError as unwritable:
                 problem = problem or unwritable
         if problem and error is None:

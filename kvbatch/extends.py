@@ -1,5 +1,6 @@
 """`extends: other.yaml`: a job file that starts from another one and says only what differs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Source:
     name = source.data.pop(KEY)
     if not isinstance(name, str):
         raise JobFileError(f"{place}: key '{KEY}' is the path of a job file, not {name!r}")
-    base = path.parent / Path(name).expanduser()
+    base = path.parent / os.path.expanduser(name)
     chain = (*chain, path)
     if any(base.resolve() == each.resolve() for each in chain):
         circle = " → ".join(map(str, (*chain, base)))

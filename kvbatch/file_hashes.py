@@ -28,12 +28,12 @@ class FileHashes:
     """Know files by their content.
 
     Args:
-        cache: the user's cache; if it cannot be written, every file is read again.
+        cache: the user's cache; without one, or if it cannot be written, every file is read again.
         now_ns: the clock.
     """
 
-    def __init__(self, cache: Path, now_ns: Callable[[], int] = time.time_ns):
-        self._folder = cache / "hashes"
+    def __init__(self, cache: Path | None, now_ns: Callable[[], int] = time.time_ns):
+        self._folder = cache and cache / "hashes"
         self._now_ns = now_ns
 
     def of(self, files: Sequence[Path]) -> list[str]:
@@ -61,6 +61,8 @@ class FileHashes:
         return found
 
     def _known(self, file: Path, facts: dict[str, int]) -> str | None:
+        if not self._folder:
+            return None
         try:
             entry = json.loads(self._entry(file).read_text(encoding="utf-8"))
             kept = {"file": entry["file"], "sha256": entry["sha256"]}
@@ -71,7 +73,7 @@ class FileHashes:
 
     def _keep(self, file: Path, facts: dict[str, int], sha256: str, started_ns: int) -> None:
         age_ns = min(started_ns - facts["ctime_ns"], abs(started_ns - facts["mtime_ns"]))
-        if age_ns > _TICK_NS:
+        if self._folder and age_ns > _TICK_NS:
             kept = {"file": facts, "sha256": sha256}
             with contextlib.suppress(OutputError):
                 write_json(self._entry(file), kept | {"check": digest(kept)})

@@ -48,11 +48,15 @@ class Fingerprint:
 
 
 def job_fingerprint(job: Job) -> Fingerprint:
-    """Return the keys of a job file; to be deterministic, all that the engine is told decides the output."""
+    """Return the keys of a job file, of values from the environment a keyed hash.
+
+    To be deterministic, all that the engine is told decides the output.
+    """
     values = _flat(job.model_dump(mode="json", exclude={"version", "name", "cache"}))
     values |= {
         f"cache.{key}": value for key, value in asdict(job.cache.policy).items()
     }  # not a preset's name
+    values = {key: job.environment.kept(key, value) for key, value in values.items()}
     sections = SEMANTIC_SECTIONS + (("engine",) if job.engine.deterministic else ())
     semantic = {
         key: value

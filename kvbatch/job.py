@@ -3,13 +3,22 @@
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from engine.errors import BudgetError
 from engine.memory import parse_budget
 from kvbatch.answer_schema import check_schema, read_schema
 from kvbatch.chat_template import check_arguments
 from kvbatch.cleaning import Cleaning
+from kvbatch.environment import Environment
 from kvbatch.template import CHOICES, check_question, check_template, column_names
 from kvcache.config import KVCacheConfig
 
@@ -71,7 +80,8 @@ class ModelSection(Section):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of the GGUF file; required for a list of packages."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of weights and arithmetic; `auto` is bfloat16 where the device is fast at it."""
+    """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on
+    a GPU, bfloat16. A run that is continued or carried over keeps its own."""
     weight_quant: Literal["int8"] | None = None
     """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
     max_context: Count | None = None
@@ -306,7 +316,7 @@ class EngineSection(Section):
     max_sequences: Count = 64
     """Rows running at once."""
     threads: Count | None = None
-    """CPU threads; torch's own choice by default."""
+    """CPU threads; by default as many as torch takes, within the CPUs and the CPU quota of the process."""
     prompt_lookup: bool = True
     """When few rows are left, guess what they copy, as long as that pays; never with `deterministic`."""
     deterministic: bool = False
@@ -363,6 +373,7 @@ class Job(Section):
     engine: EngineSection = EngineSection()
     limits: LimitsSection = LimitsSection()
     output: OutputSection = OutputSection()
+    _environment: Environment = PrivateAttr(default_factory=Environment)
 
     @model_validator(mode="after")
     def _something_is_asked(self) -> "Job":
@@ -436,6 +447,17 @@ class Job(Section):
                     "ask one, or split"
                 )
         return self
+
+    @property
+    def environment(self) -> Environment:
+        """Which of its values came from the environment."""
+        return self._environment
+
+    def with_environment(self, environment: Environment) -> "Job":
+        """Return the job with what it took from the environment."""
+        job = self.model_copy()
+        job._environment = environment
+        return job
 
     @property
     def prompt_columns(self) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from kvbatch.carry import Carry, carried_by_default, check_model, time_of_last
 from kvbatch.chat_template import now, prompt_time
 from kvbatch.checked_file import describe_file
 from kvbatch.corpus.skipped import by_reason
+from kvbatch.environment import without_credentials
 from kvbatch.errors import InputError, JobChanged, KvbatchError, LimitExceeded, fault, is_fault
 from kvbatch.fingerprint import RENDERED, Fingerprint, changes, digest, hash_files, job_fingerprint
 from kvbatch.fitting import check_prompt_columns, check_room, plan_memory
@@ -24,6 +25,7 @@ from kvbatch.manifest import (
     RunDirectory,
     describe_run,
     input_changes,
+    kept_memory_budget,
     plan_directory,
 )
 from kvbatch.progress import Progress, counted, format_bytes
@@ -47,6 +49,7 @@ class JobRunner:
 
     Args:
         earlier: the run that may be continued; what was found when it began holds on.
+        kept: the run whose rows will stand beside this one's, if it is another one: its precision holds on.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used.
@@ -69,6 +72,7 @@ class JobRunner:
         stopper: Stopper,
         make_llm: "Callable[[ModelHandle, EngineConfig], LLM]",
         earlier: RunDirectory | None = None,
+        kept: RunDirectory | None = None,
     ):
         with stopper.shield():  # a library that was half imported does not always end well
             import torch  # noqa: F401
@@ -84,7 +88,7 @@ class JobRunner:
         self.progress, self.stopper, self._make_llm = progress, stopper, make_llm
         self.earlier = earlier
         corpus.check()
-        self.model = open_model(job.model, job.engine)
+        self.model = open_model(job.model, job.engine, kept=earlier or kept)
         for note in self.model.notes:
             progress.note(f"warning: model {job.model.name}: {note}")
         tokenizer = self.model.tokenizer
@@ -127,7 +131,7 @@ class JobRunner:
         self.manifest = described | {
             "prompt_time": time.isoformat(),
             "model": {
-                "path": job.model.name,
+                "path": without_credentials(job.model.name),
                 "revision": self.model.revision,
                 "directory": str(self.model.path),
                 "architecture": self.model.config.architecture,
@@ -137,6 +141,8 @@ class JobRunner:
                 "notes": list(self.model.notes),
             },
             "device": self.model.device,
+            "precision": asdict(self.model.precision),
+            "threads": asdict(self.model.threads),
             "prefix_tokens": len(self.builder.prefix_ids),
             "semantic": self.fingerprint.semantic,
             "semantic_hash": digest(self.fingerprint.semantic),
@@ -225,7 +231,7 @@ class JobRunner:
             output = self.job.output.model_copy(update={"shard_rows": shard_rows})
             self.job = self.job.model_copy(update={"output": output})
         known_bytes = None
-        if found.get("memory_budget") == self.job.engine.memory_budget:
+        if found.get("memory_budget") == kept_memory_budget(self.job):
             known_bytes = found.get("memory_budget_bytes")
         self.engine_config, self.budget = plan_memory(self.job, self.model, self.builder, known_bytes)
         self.manifest["memory_budget_bytes"] = self.engine_config.memory_budget_bytes

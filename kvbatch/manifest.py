@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from kvbatch import __version__
 from kvbatch.checked_file import file_problem
-from kvbatch.config import to_yaml
+from kvbatch.config import RESOLVED_NAME, to_yaml
+from kvbatch.environment import without_credentials
 from kvbatch.errors import Damaged, InputError, OutputError
 from kvbatch.fingerprint import InputFile, changes, config_hash, hash_files
 from kvbatch.job import Job
@@ -49,7 +50,7 @@ class RunDirectory:
     @property
     def job_file(self) -> Path:
         """The job with all defaults, as it was run."""
-        return self.path / "job.resolved.yaml"
+        return self.path / RESOLVED_NAME
 
     @property
     def plan(self) -> Path:
@@ -206,7 +207,17 @@ def describe_directory(run: RunDirectory, job: Job, manifest: dict[str, Any]) ->
 
 
 def keep_job(run: RunDirectory, job: Job) -> dict[str, Any]:
-    """Write down the job with all defaults and return what describes the file; raises as `atomic_file`."""
+    """Write down the job with all defaults, and the key to what it took from the environment.
+
+    Return what describes the job's file.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    try:
+        job.environment.write_key(run.path)
+    except OSError as error:
+        raise OutputError(f"cannot write into {run.path}: {error.strerror}; change output.dir") from error
     with described_file(run.job_file) as (stream, facts):
         stream.write(to_yaml(job).encode())
     return facts
@@ -277,10 +288,12 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
         "kvbatch": __version__,
         "job": job.name,
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "working_directory": _working_directory(),
+        "output_dir": without_credentials(job.output_dir),
         "config_hash": config_hash(job),
         "input_files": describe_files(files),
         "model_files": describe_model_files(job.model.path),
-        "memory_budget": job.engine.memory_budget,
+        "memory_budget": kept_memory_budget(job),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
     }
@@ -335,7 +348,7 @@ def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]
 
 def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
     """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
-    if manifest.get("memory_budget") == job.engine.memory_budget:
+    if manifest.get("memory_budget") == kept_memory_budget(job):
         return False
     return "over_budget" in run.read_summary().get("error_codes", {})
 
@@ -358,6 +371,11 @@ def latest_run(home: Path) -> RunDirectory | None:
     return next(iter(job_runs(home)), None)
 
 
+def kept_memory_budget(job: Job) -> Any:
+    """Return what a manifest keeps of the memory that a job gives."""
+    return job.environment.kept("engine.memory_budget", job.engine.memory_budget)
+
+
 def open_run(path: Path) -> RunDirectory:
     """Return the run that a path names: a run directory, or a job's directory with its latest run.
 
@@ -368,7 +386,7 @@ def open_run(path: Path) -> RunDirectory:
         path = path.parent / path.readlink()
     run = RunDirectory(path) if (path / "manifest.json").exists() else latest_run(path)
     if run is None:
-        if (path / "job.resolved.yaml").exists():
+        if (path / RESOLVED_NAME).exists():
             RunDirectory(path).read_manifest()
         raise InputError(f"{path} holds no run; name runs/<job> or runs/<job>/<run id>")
     if run.path.resolve().name == PLAN_NAME:
@@ -391,6 +409,13 @@ def _head(run: RunDirectory, key: str) -> str:
         return ""
     found = re.search(rf'^  "{key}": "?([^",\n]*)', text, re.MULTILINE)
     return found[1] if found and (key != "number" or found[1].isdecimal()) else ""
+
+
+def _working_directory() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return None
 
 
 def _version(name: str) -> str | None:

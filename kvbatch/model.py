@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
+    from kvbatch.manifest import RunDirectory
+    from kvbatch.precision import Precision
+    from kvbatch.threads import Threads
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class ModelHandle:
         path: local directory.
         revision: identity of the content.
         tokenizer: from transformers.
+        precision: of weights and arithmetic, and why it is that.
+        threads: the same of CPU threads.
         num_weights: numbers that the weights consist of.
         files: those of the directory, as they were found.
         notes: what a user should know of the model.
@@ -35,10 +40,18 @@ class ModelHandle:
     config: "ModelConfig"
     tokenizer: Any
     device: str
-    dtype: "torch.dtype"
+    precision: "Precision"
+    threads: "Threads"
     num_weights: int
     files: list[dict[str, Any]]
     notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """Precision of weights and arithmetic."""
+        import torch
+
+        return getattr(torch, self.precision.dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -91,10 +104,17 @@ class ModelHandle:
         return decoder
 
 
-def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool = False) -> ModelHandle:
+def open_model(
+    section: ModelSection,
+    engine: EngineSection,
+    *,
+    kept: "RunDirectory | None" = None,
+    look_only: bool = False,
+) -> ModelHandle:
     """Find the model, read its configuration and tokenizer, and check the files of its weights.
 
     Args:
+        kept: the run whose rows stand beside those of the job; its precision holds on.
         look_only: fetch nothing, and do without the device and the weights if they are not here.
 
     Raises:
@@ -109,14 +129,16 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
     from engine.models.config import ModelConfig
     from engine.models.weights import check_weights, count_weights
     from kvbatch.model_source import describe_model_files, resolve_model
+    from kvbatch.precision import choose_precision
+    from kvbatch.threads import choose_threads
 
     device = resolve_device("auto" if look_only else engine.device)
     if section.weight_quant and device != "cpu":
         raise ModelUnavailable(
             f"model.weight_quant {section.weight_quant} is for CPUs, but the job runs on {device}; leave it out"
         )
-    if engine.threads:
-        torch.set_num_threads(engine.threads)
+    threads = choose_threads(engine.threads, torch.get_num_threads())
+    torch.set_num_threads(threads.count)
     try:
         source = resolve_model(
             section.path, revision=section.revision, sha256=section.sha256, look_only=look_only
@@ -145,9 +167,19 @@ def open_model(section: ModelSection, engine: EngineSection, *, look_only: bool 
             f"model {section.name}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
             "put the model's tokenizer.json and tokenizer_config.json there"
         ) from error
-    dtype = resolve_dtype(section.dtype, device)
+    precision = choose_precision(section.dtype, device, section.weight_quant, kept=kept)
     return ModelHandle(
-        section, path, source.revision, config, tokenizer, device, dtype, num_weights, files, notes
+        section,
+        path,
+        source.revision,
+        config,
+        tokenizer,
+        device,
+        precision,
+        threads,
+        num_weights,
+        files,
+        notes,
     )
 
 
@@ -166,18 +198,12 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_dtype(name: str, device: str) -> "torch.dtype":
-    """Return a torch dtype; `auto` takes bfloat16 where the device multiplies it natively.
-
-    A CPU without AVX512-BF16 or AMX emulates bfloat16 and is about ten times slower at it than at float32.
-    """
+    """Return a torch dtype; `auto` is chosen as for a new run."""
     import torch
 
-    if name != "auto":
-        return getattr(torch, name)
-    if device != "cpu":
-        return torch.bfloat16
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    from kvbatch.precision import choose_precision
+
+    return getattr(torch, choose_precision(name, device).dtype)
 
 
 def _first_line(error: Exception) -> str:

@@ -309,7 +309,8 @@ class Planner:
             "sha1": document.sha1,
         }
         row |= {"row_id": str(document.row_id), "status": document.status}
-        row |= {"error_code": document.error_code, "error_message": document.error_message}
+        message = document.error_message and self._job.environment.hide(document.error_message)
+        row |= {"error_code": document.error_code, "error_message": message}
         row["content"] = prompt_content(document, self._prompt_columns)
         digest = self._hashes.setdefault(document.file, hashlib.sha256())
         digest.update(row_line(document))

@@ -105,6 +105,8 @@ def plan_job(
         KvbatchError: With the exit code of what went wrong.
     """
     if other:
+        if job.environment.key:  # else hashes of equal values would differ
+            other = other.with_environment(replace(other.environment, key=job.environment.key))
         _check_what_if(job, other)
     with (
         job_lock(Path(job.output_dir), IfLocked(), "plan"),

@@ -27,9 +27,14 @@ class Progress:
         beat: called every ten seconds with phase, rows, tokens and the seconds that they took.
     """
 
-    def __init__(self, stream: TextIO | None = None, beat: Callable[..., None] | None = None):
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        beat: Callable[..., None] | None = None,
+        hide: Callable[[str], str] = str,
+    ):
         self._stream = messages(stream or sys.stderr)
-        self.beat = beat
+        self.beat, self._hide = beat, hide
         # what the engine is at, between rows, told the seconds of the phase; it knows its own speed
         self.live: Callable[[float], str] | None = None
         self.phase_s: dict[str, float] = {}
@@ -86,6 +91,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a line beside the progress."""
+        text = self._hide(text)
         with self._lock:
             if self._bar is not None:
                 self._bar.write(escaped(text), file=self._stream)

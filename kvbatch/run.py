@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvbatch.carry import Carry, find_run_of_same_rows
+from kvbatch.environment import hiding
 from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
 from kvbatch.fitting import plan_memory
 from kvbatch.job import Job
@@ -28,6 +29,7 @@ from kvbatch.manifest import (
     next_number,
     point_latest,
 )
+from kvbatch.precision import run_to_keep_to
 from kvbatch.progress import Progress
 from kvbatch.runlog import RunLog, write_heartbeat
 from kvbatch.staging import clear_drafts, drafted, publish
@@ -80,9 +82,14 @@ def run_job(
     from kvbatch.verify import find_problems
 
     started_s = time.monotonic()
-    corpus = Corpus(input_spec(job))
+    with hiding(job):
+        corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
-    with job_lock(home, if_locked or IfLocked()) as lock, Progress(stream) as progress:
+    with (
+        hiding(job),
+        job_lock(home, if_locked or IfLocked()) as lock,
+        _progress(job, stream) as progress,
+    ):
         clear_drafts(home)
         done = _done_run(job, corpus, resume, carry, new_run)
         damage = find_problems(done, deep=resume is not None) if done and not carry else []
@@ -92,7 +99,8 @@ def run_job(
             progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
         earlier = resume or done or (None if new_run or carry else find_unfinished_run(job))
-        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier)
+        kept = run_to_keep_to(job, earlier, carry, new_run=new_run)
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or _load_llm, earlier, kept)
         runner.check_lock = lock.check
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
             earlier = None
@@ -100,7 +108,7 @@ def run_job(
             run = earlier
             runner.divide_budget(run)
             on_run(run)
-            with _recorded(run, progress, lock) as log:
+            with _recorded(run, job, progress, lock) as log:
                 prepared = runner.prepare(run, log)
         else:
             runner.choose_rows(carry, new_run)
@@ -113,19 +121,19 @@ def run_job(
                 describe_directory(draft, job, runner.manifest)
                 if planned:
                     adopt_plan(planned, draft)
-                with _recorded(draft, progress, lock, is_kept=False) as log:
+                with _recorded(draft, job, progress, lock, is_kept=False) as log:
                     prepared = runner.prepare(draft, log)
                 run = publish(draft)
             point_latest(home, run.run_id)
             on_run(run)
-        with _recorded(run, progress, lock) as log:
+        with _recorded(run, job, progress, lock) as log:
             runner.run(run, log, *prepared, started_s)
     return RunOutcome(run, is_new=True)
 
 
 @contextmanager
 def _recorded(
-    run: RunDirectory, progress: Progress, lock: HeldLock, *, is_kept: bool = True
+    run: RunDirectory, job: Job, progress: Progress, lock: HeldLock, *, is_kept: bool = True
 ) -> Iterator[RunLog]:
     """Keep a run's log and heartbeat during a block, and write an error into the log.
 
@@ -136,7 +144,7 @@ def _recorded(
         KvbatchError: In place of an error of another kind.
         OutputError: The log cannot be opened.
     """
-    log = RunLog(run.log)
+    log = RunLog(run.log, job.environment.hide)
     progress.beat = lambda phase, **values: lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
     try:
         yield log
@@ -174,11 +182,17 @@ def opened_job(
     """Open a job to look into it, without a run; raises as `run_job`."""
     from kvbatch.corpus import Corpus
 
-    with Progress(stream) as progress:
+    with hiding(job), _progress(job, stream) as progress:
         progress.start("opening")
-        runner = JobRunner(job, Corpus(input_spec(job)), progress, stopper or Stopper(), _load_llm)
+        kept = run_to_keep_to(job, None, None, new_run=False)
+        corpus = Corpus(input_spec(job))
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), _load_llm, kept=kept)
         runner.engine_config, runner.budget = plan_memory(job, runner.model, runner.builder)
         yield runner
+
+
+def _progress(job: Job, stream: TextIO | None) -> Progress:
+    return Progress(stream, hide=job.environment.hide)
 
 
 def input_spec(job: Job) -> "InputSpec":

@@ -3,6 +3,7 @@
 import json
 import os
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,12 +16,15 @@ from kvbatch.writer import write_json
 class RunLog:
     """Append events to a run's log, one JSON object a line.
 
+    Args:
+        hide: what is to be made of each text of an event.
+
     Raises:
         OutputError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, hide: Callable[[str], str] = str):
+        self._path, self._hide = path, hide
         try:  # without a buffer, so that on a full disk nothing is left for close() to write
             self._stream = path.open("ab", buffering=0)
         except OSError as error:
@@ -32,6 +36,7 @@ class RunLog:
         Raises:
             OutputError: The file cannot be written.
         """
+        values = {key: self._hide(each) if isinstance(each, str) else each for key, each in values.items()}
         line = {"time": _now(), "event": name} | values
         try:
             self._stream.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())

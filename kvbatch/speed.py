@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvbatch.errors import OutputError
 from kvbatch.fingerprint import digest
-from kvbatch.model_source import kvbatch_cache
 from kvbatch.writer import write_json
+from kvcache.user_cache import user_cache
 
 if TYPE_CHECKING:
     from engine.forecast import SpeedFit
@@ -36,7 +36,7 @@ def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps
     if fit.num_steps < min_steps:
         return
     speed = Speed(fit.coefficients(), max(1.0, running_s / fit.steps_s), fit.num_steps)
-    with contextlib.suppress(OutputError):
+    with contextlib.suppress(OutputError, FileNotFoundError):
         write_json(_path(runner), asdict(speed))
 
 
@@ -64,4 +64,4 @@ def _path(runner: "JobRunner") -> Path:
         "step_tokens": config.step_tokens,
         "deterministic": config.deterministic,
     }
-    return kvbatch_cache() / "speed" / f"{digest(what)[:20]}.json"
+    return user_cache() / "speed" / f"{digest(what)[:20]}.json"

@@ -1,10 +1,12 @@
 """`kvbatch validate`: everything about a job that can be found wrong without a GPU and without weights, all at once."""
 
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -12,6 +14,7 @@ from kvbatch.config import load_job
 from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
 from kvbatch.escapes import escaped
 from kvbatch.job import Job
+from kvbatch.manifest import find_unfinished_run
 
 if TYPE_CHECKING:
     from kvbatch.corpus import InputSpec
@@ -51,10 +54,12 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     except JobFileError as error:
         yield from (_error("job", error, str(line)) for line in error.args)
         return
+    except InputError as error:
+        yield _error("job", error)
+        return
     yield Finding("job", "ok", f"{job_file}: {job.name}")
-    yield from _input(job)
-    yield from _model(job)
-    yield from _output(job)
+    for finding in chain(_input(job), _model(job), _output(job)):
+        yield replace(finding, message=job.environment.hide(finding.message))
 
 
 def _input(job: Job) -> Iterator[Finding]:
@@ -133,11 +138,13 @@ def _model(job: Job) -> Iterator[Finding]:
     from kvbatch.fitting import check_room, plan_memory
     from kvbatch.model import open_model, resolve_device
     from kvbatch.model_source import ModelAbsent
+    from kvbatch.precision import run_to_keep_to
     from kvbatch.prompt_notes import prompt_notes
     from kvbatch.sampling import RowSampling
 
     try:
-        model = open_model(job.model, job.engine, look_only=True)
+        kept = run_to_keep_to(job, find_unfinished_run(job), None, new_run=False)
+        model = open_model(job.model, job.engine, kept=kept, look_only=True)
     except ModelAbsent as error:
         yield Finding("model", "note", f"{job.model.name}: {error}; prompt and memory are checked then")
         return
@@ -149,6 +156,8 @@ def _model(job: Job) -> Iterator[Finding]:
     yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
     for note in model.notes:
         yield Finding("model", "note", note)
+    yield Finding("dtype", "ok", str(model.precision))
+    yield Finding("threads", "ok", f"{model.threads.count}: {model.threads.reason}")
     try:
         chat = chat_template(model.tokenizer, job)
         builder = prompt_builder(model.tokenizer, job, chat)
@@ -184,7 +193,7 @@ def _model(job: Job) -> Iterator[Finding]:
 def _output(job: Job) -> Iterator[Finding]:
     targets = {"output.dir": Path(job.output_dir)}
     if job.output.metrics:
-        targets["output.metrics"] = Path(job.output.metrics).expanduser().parent
+        targets["output.metrics"] = Path(os.path.expanduser(job.output.metrics)).parent
     for key, target in targets.items():
         place = target
         while not place.exists() and place != place.parent:

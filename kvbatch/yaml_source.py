@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from kvbatch.environment import Expanded
 from kvbatch.errors import JobFileError
 
 KeyPath = tuple[str | int, ...]
@@ -48,9 +49,8 @@ class Source:
     files: dict[KeyPath, Path] = field(default_factory=dict)  # of keys from a file that this one extends
     overrides: dict[KeyPath, str] = field(default_factory=dict)  # key -> the -s argument that set it
     expanded: set[KeyPath] = field(default_factory=set)  # values that came from the environment
-    texts: dict[KeyPath, str] = field(
-        default_factory=dict
-    )  # items of lists as they are written: no, 007, null
+    environment: dict[KeyPath, Expanded] = field(default_factory=dict)  # and what they are made of
+    texts: dict[KeyPath, str] = field(default_factory=dict)  # items of lists as written: no, 007, null
 
     def place(self, key: KeyPath) -> str:
         """Return where a key was set: a -s argument, or file and line; for a missing key, its section's."""
@@ -171,19 +171,29 @@ def expand_environment(source: Source, environment: Mapping[str, str] = os.envir
         if not isinstance(value, str) or "${" not in value:
             return value
 
+        variables: dict[str, str] = {}
+        is_reference = False
+
         def substitute(match: re.Match[str]) -> str:
+            nonlocal is_reference
             if match[1]:
                 return "$"
+            is_reference = True
             found = environment.get(match[2]) or match[3]  # as in a shell, :- also replaces an empty value
             if found is None:
                 raise JobFileError(
                     f"{source.place(key)}: key '{dotted(key)}' needs the environment variable {match[2]}, "
                     f"which is not set; set it, or write ${{{match[2]}:-default}}, or $${{ for a literal ${{"
                 )
+            if environment.get(match[2]):
+                variables[match[2]] = found
             return found
 
         source.expanded.add(key)
-        return _REFERENCE.sub(substitute, value)
+        text = _REFERENCE.sub(substitute, value)
+        if is_reference:
+            source.environment[key] = Expanded(value, text, variables)
+        return text
 
     source.data = expand(source.data, ())
 

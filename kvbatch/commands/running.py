@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded_job
+from kvbatch.commands.common import OVERRIDES, guarded_job, say
 from kvbatch.escapes import escaped
 
 if TYPE_CHECKING:
@@ -135,13 +135,17 @@ def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
 
 
 def _opened(run_path: Path) -> "RunDirectory":
-    """Return the run that a path names; if there is none, tell that on stdout too, as every end is told."""
+    """Return the run that a path names, from where it began; if there is none, tell that on stdout too."""
     from kvbatch.ending import told
     from kvbatch.errors import KvbatchError
     from kvbatch.manifest import open_run
+    from kvbatch.working_directory import enter_working_directory
 
     try:
-        return open_run(run_path)
+        run, note = enter_working_directory(open_run(run_path))
+        if note:
+            say(note)
+        return run
     except KvbatchError as error:
         with told(sys.stdout):
             raise error

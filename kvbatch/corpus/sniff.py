@@ -69,7 +69,10 @@ def identify(path: str, wanted: str) -> tuple[str, tuple[str, ...]]:
     """
     try:
         if not os.path.isfile(path):
-            raise InputError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
+            where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+            raise InputError(
+                f"{path}: {'not a regular file' if os.path.exists(path) else f'no such file{where}'}"
+            )
         stream, layers = open_stream(path)
         with stream:
             head = stream.read(HEAD_BYTES)

@@ -6,7 +6,7 @@ import torch
 from engine.budget import divide_budget
 from engine.config import EngineConfig
 from engine.errors import BudgetError
-from engine.memory import _control_group_room, available_bytes, parse_budget, resolve_budget
+from engine.memory import available_bytes, parse_budget, resolve_budget
 from engine.models.config import ModelConfig
 from kvcache.pool import PagePool
 from tests.engine.models.tiny_models import save_tiny_model
@@ -40,15 +40,6 @@ def test_a_fraction_is_of_what_is_free_and_a_size_must_fit():
     assert resolve_budget("1MiB") == 1 << 20
     with pytest.raises(BudgetError, match="only"):
         resolve_budget("900TiB")
-
-
-def test_files_that_were_read_do_not_count_as_used(tmp_path):
-    assert _control_group_room(tmp_path) == []
-    for name, text in {"max": "1000", "current": "900", "stat": "anon 200\ninactive_file 600\n"}.items():
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert _control_group_room(tmp_path) == [700]
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _control_group_room(tmp_path) == []
 
 
 def test_workspace_and_pool_stay_within_the_budget(tmp_path):

