@@ -299,7 +299,11 @@ class JobRunner:
         write_record(run.summary, summary | {"files": files})
         self._write_page(run, summary, log)
         if problem:
-            raise LimitExceeded(f"{problem}; {run.path}/deadletter has failed rows with their reason")
+            where = [f"{run.path}/deadletter has failed rows with their reason"] * any(
+                run.deadletter.glob("*")
+            )
+            remedy = [f"cut {summary['advice']}"] * ("max_cut_ratio" in problem)
+            raise LimitExceeded("; ".join([problem, *where, *remedy]))
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 

@@ -76,9 +76,14 @@ class RunDirectory:
         """One file of the output."""
         return self.shards / f"part-{number:05d}.parquet"
 
+    @property
+    def deadletter(self) -> Path:
+        """The directory of the rows without an answer."""
+        return self.path / "deadletter"
+
     def deadletter_file(self, number: int) -> Path:
         """The rows of a shard without an answer."""
-        return self.path / "deadletter" / f"part-{number:05d}.parquet"
+        return self.deadletter / f"part-{number:05d}.parquet"
 
     def commit_file(self, number: int) -> Path:
         """What says that a shard counts."""

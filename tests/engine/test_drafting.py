@@ -53,12 +53,12 @@ def kept_by(llm: LLM) -> dict[int, list]:
     """Return what every row's cache holds when it ends, filled as they do."""
     kept, finish = {}, llm._finish
 
-    def noted(sequence, now):
+    def noted(sequence):
         cache = sequence.cache
         lengths = [part.lengths.tolist() for part in getattr(cache, "lists", [cache])]
         idle = [tier.idle.tolist() for tier in getattr(cache, "tiers", ())]
         kept[sequence.request.request_id] = [cache.num_tokens, lengths, idle]
-        return finish(sequence, now)
+        return finish(sequence)
 
     llm._finish = noted
     return kept
