@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,7 +81,9 @@ class Ending:
             "message": message,
             "wall_s": round(time.monotonic() - self.started_s, 3),
         }
-        summary = self.run.read_summary() if self.run else {}
+        summary: dict[str, Any] = {}
+        with suppress(KvbatchError):  # a summary that cannot be read is no reason to tell nothing
+            summary = self.run.read_summary() if self.run else {}
         facts |= {name: summary.get(name) for name in COUNTS}
         facts |= {name: summary.get(name) if self.is_new else None for name in MEASURES}
         return facts | {"output": str(self.run.shards) if self.run else None}
