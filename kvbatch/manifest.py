@@ -235,7 +235,7 @@ def check_job_file(run: RunDirectory) -> None:
         InputError: It is not, or the manifest cannot be read.
     """
     facts = run.read_manifest().get("files", {}).get(run.job_file.name)
-    if facts and (problem := file_problem(run.job_file, facts)):
+    if facts and (problem := file_problem(run.job_file, facts, deep=True)):
         raise Damaged(run.job_file, problem, "kvbatch run with the job file writes it again")
 
 

@@ -1,6 +1,7 @@
 """What a run did, recomputed from its Parquet by polars; the measured part is read from summary.json."""
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,14 @@ _LONG = ("truncated", "split", "streamed")  # what became of documents that were
 _LAYERS_A_LINE = 4
 
 
-def summarise(run: RunDirectory, measures: dict[str, Any]) -> dict[str, Any]:
+def summarise(run: RunDirectory, measures: dict[str, Any], damaged: Collection[Path] = ()) -> dict[str, Any]:
     """Return the summary of a run: figures of its Parquet, and what was measured beside it.
 
     Args:
         measures: empty for a run that did not end.
+        damaged: files that are not read, beside those that do not count.
     """
-    figures = _figures(run) | _lane_figures(run)
+    figures = _figures(run, damaged) | _lane_figures(run)
     manifest = run.read_manifest()
     seconds = measures.get("running_s")
     full_bytes = figures["kv_full_bytes"]
@@ -88,8 +90,10 @@ def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
         InputError: There is no run.
     """
     run = open_run(path)
-    problems = [str(problem) for problem in find_problems(run, deep=deep)]
-    computed, saved = summarise(run, {}) | {"problems": problems}, run.read_summary()
+    problems = find_problems(run, deep=deep)
+    computed = summarise(run, {}, [problem.path for problem in problems])
+    computed["problems"] = [str(problem) for problem in problems]
+    saved = run.read_summary()
     for key in ("format", "files"):
         saved.pop(key, None)
     derived = set(computed) - {"tokens_per_s", "generated_tokens_per_s"}
@@ -99,7 +103,7 @@ def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
     return found | {"status": status, "superseded_by": later}
 
 
-def _figures(run: RunDirectory) -> dict[str, Any]:
+def _figures(run: RunDirectory, damaged: Collection[Path]) -> dict[str, Any]:
     """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not carried over."""
     names = (
         "rows",
@@ -121,6 +125,8 @@ def _figures(run: RunDirectory) -> dict[str, Any]:
     codes: Counter[str] = Counter()
     longest = 0  # prompt of a row whose only answer was cut, as it stands
     for file in committed_files(run):
+        if file in damaged:
+            continue
         rows = _read(file, run.repair)
         ran = rows.filter(rows["attempts"] > 0)
         own = ran.filter(ran["run_id"] == run.run_id)

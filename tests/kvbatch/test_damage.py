@@ -168,6 +168,7 @@ def harm_and_ask(bench: Bench, pairs: list[tuple[Path, str]], writers: list[tupl
                 successes[args[0]] += bench.check_writer(args) == 0
         except AssertionError as error:
             failures.append(f"{file} {harm}: {error}")
+            print(failures[-1], flush=True)
     assert not failures, "\n".join(failures)
     return successes
 
