@@ -76,7 +76,6 @@ class Bench:
         self._product_flop = 2 * side**3
         panel = layer_ops.float_panel()
         self._packed = pack_weight(self._factors[1].contiguous(), panel, self.dtype) if panel else None
-        self._layer_shapes = args.layer_shapes
         self._memory = torch.zeros(2, 32 * 2**20)  # 128 MiB each
 
     def rows_of(self, kernels: Sequence[str]) -> Iterator[Row]:
@@ -87,10 +86,9 @@ class Bench:
             ):
                 yield self.product(num_rows, weights)
             yield self.int8_product(num_rows)
-        for name, (depth, width) in LAYER_SHAPES.items() if self._layer_shapes else ():
+        for name, shape in LAYER_SHAPES.items() if "layers" in kernels and self._packed else ():
             for num_rows in (1, 4, 16, 256, 512, 1024):
-                for dtype in (torch.float32, torch.bfloat16):
-                    yield self.layer_product(name, num_rows, depth, width, dtype)
+                yield self.layer_product(name, num_rows, *shape)
         if "prefill" in kernels:
             yield self.whole_prompt()
         for kernel, measure, names in (
@@ -112,14 +110,14 @@ class Bench:
             lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
         )
 
-    def layer_product(self, name: str, num_rows: int, depth: int, width: int, dtype: torch.dtype) -> Row:
-        """Measure rows and weights of one type by a matrix of some model, read from memory where rows are few."""
-        count = 4 if num_rows > 16 else max(4, 2**27 // (depth * width * dtype.itemsize))
-        x, out = torch.randn(num_rows, depth).to(dtype), torch.empty(num_rows, width, dtype=dtype)
-        weights = [torch.randn(width, depth).to(dtype) for _ in range(count)]
-        packed = [pack_weight(weight, layer_ops.float_panel(), dtype) for weight in weights]
+    def layer_product(self, name: str, num_rows: int, depth: int, width: int) -> Row:
+        """Measure rows by a matrix of some model, of one type and read from memory where rows are few."""
+        count = 4 if num_rows > 16 else max(4, 2**27 // (depth * width * self.dtype.itemsize))
+        x, out = (torch.randn(num_rows, n).to(self.dtype) for n in (depth, width))
+        weights = [torch.randn(width, depth).to(self.dtype) for _ in range(count)]
+        packed = [pack_weight(weight, layer_ops.float_panel(), self.dtype) for weight in weights]
         return self._products(
-            f"{name}, {num_rows:,} rows, {str(dtype).removeprefix('torch.')}",
+            f"{name}, {num_rows:,} rows",
             (x, out, weights),
             lambda: [layer_ops.float_product(x, weight, out) for weight in packed],
         )
@@ -277,7 +275,7 @@ def as_line(row: Row) -> str:
 
 def _arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", nargs="+", choices=KERNELS, help="measure these kernels")
+    p.add_argument("--only", nargs="+", choices=(*KERNELS, "layers"), help="measure these kernels")
     p.add_argument("--tokens", type=int, default=7000, help="of the prompt and of each lane")
     p.add_argument("--chunk", type=int, default=256, help="tokens that attend at once")
     p.add_argument("--rows", type=int, default=8, help="that decode at once")
@@ -286,9 +284,6 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--head-dim", type=int, default=64)
     p.add_argument(
         "--dtype", default="auto", help="of queries: float32, bfloat16, or auto, as a job takes it"
-    )
-    p.add_argument(
-        "--layer-shapes", action="store_true", help="and products of two models' matrices, in both dtypes"
     )
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--seconds", type=float, default=3, help="per row of the table")

@@ -9,6 +9,7 @@ from engine import Request
 from engine.models import load_model
 from kvcache.compressed_layout import CompressedLayout
 from kvcache.config import KVCacheConfig, Tier
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import LOSSY, make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts
@@ -35,6 +36,7 @@ def asked(lengths, num_questions=3, sampling=LONG) -> list[Request]:
     ]
 
 
+@rows_are_alike
 @pytest.mark.parametrize(
     "cache",
     [
@@ -65,6 +67,7 @@ def test_a_question_reserves_little_beside_its_document(preset):
     assert question < 0.25 * document
 
 
+@rows_are_alike
 def test_documents_wait_for_an_arena(model):
     cache = replace(FEW, compensate=False)
     requests = asked((500, 501, 502), sampling=GREEDY)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models import ModelConfig, load_model
-from engine.native import torch_twin
+from engine.native import registry, torch_twin
 from engine.native.registry import layer_kernels
 from kvcache.quant import rotation
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
 
 LLAMA3 = {
@@ -89,6 +90,28 @@ def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
         expected = reference(torch.arange(20)[None]).logits[0]
     error = (decoder.logits(hidden) - expected).norm() / expected.norm()
     assert error < 0.02
+
+
+@rows_are_alike
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_a_token_is_the_same_in_any_company(
+    tmp_path: Path, dtype: torch.dtype, is_rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as where torch has no units of its own for bfloat16
+    monkeypatch.setattr(registry, "_torch_is_far_faster", lambda: False)
+    save_tiny_model(tmp_path, "llama", vocab_size=203, attention_bias=True, mlp_bias=True, head_dim=32)
+    decoder = load_model(tmp_path, dtype=dtype)
+    if is_rotated:
+        decoder.rotate_heads()
+    ids = torch.arange(64)
+
+    def logits(some: slice) -> Tensor:
+        return decoder.logits(decoder.forward(ids[some], ids[some], lambda layer, q, k, v: q))
+
+    together = logits(slice(None))
+    for some in (slice(5, 6), slice(0, 2), slice(3, 11), slice(1, 33)):
+        assert torch.equal(logits(some), together[some])
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

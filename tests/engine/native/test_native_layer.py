@@ -16,6 +16,7 @@ from engine.native.int8 import Int8Rows, quantise_weight
 from engine.native.packed import pack_weight
 from kvcache.kernels.cpu import build
 from kvcache.quant import rotation
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvcache.kernel_builds import ON_X86
 
@@ -194,7 +195,7 @@ def check_float_product(num_rows, width, depth, kind, form, seed) -> torch.Tenso
     return out
 
 
-@pytest.mark.skipif(not ops.library() or not ops.float_panel(), reason="torch multiplies floats here")
+@rows_are_alike
 @given(
     num_rows=st.integers(1, 210),
     width=st.integers(1, 330),
@@ -208,7 +209,8 @@ def test_products_are_exact_but_for_rounding_and_a_row_is_the_same_among_any(**c
     check_float_product(**case)
 
 
-@pytest.mark.skipif(not ON_X86 or not ops.library() or not ops.float_panel(), reason="x86 vectors")
+@rows_are_alike
+@pytest.mark.skipif(not ON_X86, reason="x86 flags")
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f"])
 def test_products_of_lesser_machines_are_as_exact_and_those_of_float32_the_same(flag, tmp_path, monkeypatch):
     """What runs without the instruction for bfloat16, and what runs on AVX2."""
