@@ -8,6 +8,7 @@ from engine.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
 
 # Beside the weights: configuration, tokenizer, chat templates and code.
 _SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGMLQuantizationType, GGUFReader
-from gguf.gguf_reader import ReaderField, ReaderTensor
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS, ReaderField, ReaderTensor
 from gguf.quants import dequantize
 
 from engine.model_files import described_stand_in
@@ -67,12 +67,15 @@ class _Reader(GGUFReader):
 
 def _opened(path: Path, title: str) -> tuple[GGUFReader, Metadata]:
     with path.open("rb") as stream:
-        magic = stream.read(len(_MAGIC))
+        magic, version = stream.read(len(_MAGIC)), int.from_bytes(stream.read(4), "little")
     if magic and magic != _MAGIC:
         raise ModelUnavailable(
             described_stand_in(path)
             or f"{title} is no GGUF file, since it begins with {magic!r}; name another"
         )
+    if version and version not in READER_SUPPORTED_VERSIONS:
+        what = f"GGUF version {version}" if version < 1 << 16 else "a big-endian GGUF"
+        raise ModelUnavailable(f"{title} is {what}, which is not read; use another GGUF of the model")
     try:
         reader = _Reader(path)
         return reader, Metadata((key, field.contents()) for key, field in reader.fields.items())
@@ -107,7 +110,7 @@ def _check_types(tensors: Any, title: str) -> None:
     """Undo one row of each kind of quantisation, before anything is written."""
     for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
         try:
-            dequantize(tensor.data[:1], tensor.tensor_type)
+            dequantize(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, tensor.tensor_type)
         except NotImplementedError:
             raise ModelUnavailable(f"{title}: {_unknown(tensor.name, tensor.tensor_type.name)}") from None
 

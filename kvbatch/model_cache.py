@@ -78,7 +78,8 @@ def _is_whole(directory: Path, hashes: FileHashes) -> bool:
         return (directory / "config.json").exists()  # made before there were sums
     lines = (directory / SUMS_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     wanted = {directory / name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
-    return all(file.is_file() for file in wanted) and hashes.of([*wanted]) == [*wanted.values()]
+    is_complete = {*wanted, directory / SUMS_NAME} == {*directory.iterdir()}
+    return is_complete and hashes.of([*wanted]) == [*wanted.values()]
 
 
 @contextmanager

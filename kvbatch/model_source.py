@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model_files import described_stand_in, holds_weights, model_files
+from engine.model_files import ADAPTER_FILE, described_stand_in, holds_weights, model_files
 from kvbatch.errors import ModelUnavailable
 from kvbatch.file_hashes import FileHashes, file_facts
 from kvbatch.gguf_parts import gguf_parts, gguf_stem, named_parts
@@ -148,7 +148,7 @@ def _from_directory(path: Path, cache: Path | None, look_only: bool) -> ModelSou
         remedy = (
             f"name the file: {ggufs[0]}" if ggufs else "give a directory with config.json and *.safetensors"
         )
-        if (path / "adapter_config.json").is_file():
+        if (path / ADAPTER_FILE).is_file():
             remedy = "it holds an adapter; merge it into its base model and save that"
         raise ModelUnavailable(f"{path} holds no config.json; {remedy}")
     _refuse_stand_ins(path, _files_of(path))
@@ -164,6 +164,8 @@ def _files_of(path: Path) -> list[Path]:
         return model_files(path)
     except ModelError as error:
         raise ModelUnavailable(str(error)) from error
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _refuse_stand_ins(path: Path, files: list[Path]) -> None:
@@ -236,7 +238,10 @@ def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
 def _content(path: Path, cache: Path | None) -> str:
     """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all."""
     files = _files_of(path) if path.is_dir() else gguf_parts(path)
-    hashes = FileHashes(cache).of(files)
+    try:
+        hashes = FileHashes(cache).of(files)
+    except OSError as error:
+        raise ModelUnavailable(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if not path.is_dir() and len(files) == 1:
         return hashes[0]
     home = path if path.is_dir() else path.parent

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model_files import described_stand_in, weight_files
+from engine.model_files import ADAPTER_FILE, described_stand_in, weight_files
 from engine.models.config import ModelConfig
 from engine.native.int8 import Int8Weight
 from engine.native.packed import PackedWeight
@@ -200,6 +200,10 @@ def check_weights(path: Path, config: ModelConfig) -> tuple[ModelConfig, tuple[s
         notes.append(
             f"config.json ties {_HEAD} to {_EMBEDDING}, but the files hold two that differ; both are used, as "
             "transformers does; set tie_word_embeddings to false there to say so"
+        )
+    if (path / ADAPTER_FILE).exists():
+        notes.append(
+            f"{ADAPTER_FILE}: the adapter is not applied; to use it, merge it into the model and save that"
         )
     if unread:
         names = ", ".join(unread[:_NAMED]) + (", …" if len(unread) > _NAMED else "")

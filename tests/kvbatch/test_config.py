@@ -153,6 +153,21 @@ def test_items_of_a_list_of_text_are_as_they_are_written(write, tmp_path):
     assert load_job(write(to_yaml(job))) == job
 
 
+def test_packages_of_one_model_are_a_list_with_the_hash_of_the_whole(write):
+    packages, whole = ("pypi:a==1.0", "pypi:b==1.0"), f"model.sha256={'0' * 64}"
+    job = load_job(write(GOOD), ["model.path=[pypi:a==1.0, pypi:b==1.0]", whole])
+    assert (job.model.path, job.model.name) == (packages, "pypi:a==1.0 and 1 more")
+    assert load_job(write(to_yaml(job))) == job
+    for overrides, message in (
+        (["model.path=[pypi:a==1.0, pypi:b==1.0]"], "add model.sha256"),
+        (["model.path=[pypi:a==1.0, some/model]", whole], "'some/model' is none"),
+        (["model.path=[]", whole], "at least 1 item"),
+        (["model.sha256=abc"], "pattern"),
+    ):
+        with pytest.raises(JobFileError, match=message):
+            load_job(write(GOOD), overrides)
+
+
 def test_hash_covers_the_output_alone(write):
     path = write(GOOD)
     base = config_hash(load_job(path))

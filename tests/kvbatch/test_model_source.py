@@ -188,6 +188,20 @@ def test_converted_model_that_was_damaged_is_converted_again(
         assert config.read_text() == "GGUF content"
 
 
+def test_gguf_is_held_against_the_hash_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "small.gguf"
+    gguf.write_text("GGUF content")
+    monkeypatch.setattr(model_source, "_convert", fake_convert)
+    right, cache = sha256(b"GGUF content").hexdigest(), tmp_path / "cache"
+    assert resolve_model(str(gguf), sha256=right, cache_dir=cache).revision == right
+    with pytest.raises(ModelUnavailable, match="model.sha256 is 000"):
+        resolve_model(str(gguf), sha256="0" * 64, cache_dir=cache)
+    with pytest.raises(ModelUnavailable, match="model.sha256 is that of a GGUF file"):
+        resolve_model(str(model_directory(tmp_path / "m")), sha256=right, cache_dir=cache)
+
+
 def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = tmp_path / "small.gguf"
     gguf.write_text("GGUF content")

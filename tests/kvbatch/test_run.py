@@ -27,6 +27,7 @@ from kvbatch.report import load_summary, render
 from kvbatch.run import run_job
 from kvbatch.runlog import RunLog
 from kvbatch.shard import row_seed
+from kvbatch.validate import findings_of
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 
@@ -46,6 +47,50 @@ def test_int8_weights_run_and_are_noted(job_file):
     table = pl.read_parquet(outcome.run.path / "shards" / "*.parquet")
     assert table["kvb_status"].to_list() == ["ok", "ok"]
     assert json.loads(outcome.run.manifest.read_text())["model"]["weight_quant"] == "int8"
+
+
+def test_head_that_is_not_the_embedding_is_said_and_noted(job_file, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    said = io.StringIO()
+    job = load_job(job_file(RECORDS[:1], model={"path": str(model)}))
+    found = run_job(job, stream=said, make_llm=lambda model, config: Backwards()).run
+    (note,) = found.read_manifest()["model"]["notes"]
+    assert "tie_word_embeddings" in note and f"warning: model {model}: {note}" in said.getvalue()
+    assert ("model", "note", note) in [
+        (each.about, each.kind, each.message) for each in findings_of(Path("job.yaml"), ())
+    ]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_edit_of_the_model_that_keeps_size_and_time_is_seen(job_file, tiny_model, tmp_path, incremental):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    path = job_file(RECORDS[:3], model={"path": str(model)}, input={"incremental": incremental})
+    engine = {"make_llm": lambda model, config: Backwards()}
+    run(path, **engine)
+    assert not run(path, **engine).is_new
+    weights = model / "model.safetensors"
+    found = weights.stat()
+    with weights.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last[0] ^ 1]))
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    again = run(path, **engine)
+    assert again.is_new and again.run.read_summary()["carried"] == 0
+
+
+def test_model_that_changes_between_its_check_and_its_loading_is_refused(job_file, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+
+    def make_llm(handle, config):
+        os.utime(model / "model.safetensors")
+        return handle.decoder
+
+    with pytest.raises(ModelUnavailable, match="changed since the job began"):
+        run(job_file(RECORDS[:1], model={"path": str(model)}), make_llm=make_llm)
 
 
 def test_the_engine_is_told_how_to_ask_for_a_repetition(job_file):

@@ -26,7 +26,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eval_weights", "--text corpus.jsonl --tokens 64 --window 32"),
         (
             "eval_compression",
-            "--data text=corpus.jsonl --presets none --docs 1 --context 200 --continuation 9 --no-known "
+            "--data text=corpus.jsonl --presets none --docs 1 --context 200 --continuation 9 "
             "--memory-gib 0.1",
         ),
     ],
