@@ -3,7 +3,7 @@
 A row enters in order, when its whole need is free: all pages of prompt and longest output. So nothing is ever
 preempted. A step takes one token of every decoding row first; prompt chunks fill the rest of the token budget.
 
-A matrix product rounds a row of its operand in a way that depends on how many rows there are. Where results must not
+Most libraries' matrix products round a row in a way that depends on how many rows there are. Where results must not
 depend on who shares the step, a step is therefore a chunk of one row, as long as the row alone would have it, or one
 token of at most `ALONE_DECODES` rows, which the runner fills up to that number.
 """

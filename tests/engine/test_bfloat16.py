@@ -66,7 +66,7 @@ def test_a_bfloat16_model_gives_the_float32_models_logits(path, cache, monkeypat
     assert dtypes == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
 def test_a_float32_models_cache_may_be_bfloat16(path, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr("engine.attention.cpu.compiled_kernels", lambda head_dim: None)

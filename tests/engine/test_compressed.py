@@ -12,6 +12,7 @@ from engine.errors import BudgetError
 from engine.models import load_model
 from kvcache import compression
 from kvcache.config import KVCacheConfig, Tier
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts, run
 
@@ -69,6 +70,7 @@ def test_what_keeps_everything_whole_gives_the_full_caches_tokens(model, cache, 
     assert tokens(make_llm(model, cache, **changes), requests) == tokens(full, requests)
 
 
+@rows_are_alike
 @pytest.mark.parametrize(
     ("cache", "changes"),
     [
@@ -129,6 +131,7 @@ def pages_after_prefill(llm: LLM, requests: list[Request]) -> dict[int, torch.Te
     return found
 
 
+@rows_are_alike
 def test_compensated_pages_follow_from_the_prompt_alone(model):
     prefix = prompts((130,))[0]
     lossy = replace(LOSSY, tail_tokens=0)
@@ -274,6 +277,7 @@ def test_a_repetition_is_a_pass_of_its_own_that_the_budget_has_room_for(model, m
     assert llm.budget.workspace_bytes == plain.budget.workspace_bytes
 
 
+@rows_are_alike
 @pytest.mark.parametrize("scorer", ["snapkv", "mix", "expected_attention", "h2o"])
 def test_a_scorer_that_sees_attention_sees_whole_chunks_in_any_company(model, scorer):
     cache = replace(PLAIN, scorer=scorer)

@@ -10,6 +10,7 @@ from engine.models import load_model
 from kvcache.compressed_cache import ATTENDED_FACTOR
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import LanePages
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts, run
@@ -66,6 +67,7 @@ def test_a_long_generation_holds_a_constant_number_of_frames(model, policy, coun
     assert all(now == later[0][1] for _, now in later)
 
 
+@rows_are_alike
 @pytest.mark.parametrize("policy", [TIERED, WHOLE])
 def test_a_row_makes_the_same_room_alone_and_in_a_batch(model, policy):
     requests = [

@@ -11,6 +11,7 @@ from engine.models import load_model
 from engine.streaming import StreamPositions
 from engine.teacher_forcing import reading
 from kvcache.config import KVCacheConfig, Tier
+from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts
@@ -89,6 +90,7 @@ def test_every_key_lies_where_its_position_says(model):
                     assert len(nearest.unique()) > 0.9 * len(nearest)
 
 
+@rows_are_alike
 @pytest.mark.parametrize("cache", [LOSSY, replace(LOSSY, overlap=True), replace(WHOLE, scorer="kvzip")])
 def test_memory_and_positions_do_not_grow_with_the_prompt(model, cache):
     sampling = replace(GREEDY, max_new_tokens=40)
