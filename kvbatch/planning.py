@@ -28,6 +28,7 @@ from kvbatch.record import read_record, write_record
 from kvbatch.run import opened_job
 from kvbatch.speed import keep_speed, known_speed
 from kvbatch.staging import drafted, publish
+from kvbatch.stats import read_stats
 from kvbatch.template import parse_template
 
 if TYPE_CHECKING:
@@ -168,9 +169,10 @@ def _known_tokens(runner: JobRunner, plan: RunDirectory) -> dict[str, int]:
         try:
             if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
                 continue
-            run.check_file(run.plan)
-            rows = pl.read_parquet(run.plan, columns=["content", "outcome", "prompt_tokens"])
+            rows = read_stats(run, run.plan, ["content", "outcome", "prompt_tokens"])
         except InputError:
+            continue
+        if rows is None:
             continue
         rows = rows.filter((pl.col("outcome") == "fits") & pl.col("content").is_not_null())
         known |= dict(zip(rows["content"], rows["prompt_tokens"], strict=True))

