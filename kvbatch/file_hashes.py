@@ -28,12 +28,12 @@ class FileHashes:
     """Know files by their content.
 
     Args:
-        cache: the user's cache; without one, or if it cannot be written, every file is read again.
+        cache: the user's cache; if there is none or it cannot be written, every file is read again.
         now_ns: the clock.
     """
 
     def __init__(self, cache: Path | None, now_ns: Callable[[], int] = time.time_ns):
-        self._folder = cache and cache / "hashes"
+        self._folder = cache / "hashes" if cache else None
         self._now_ns = now_ns
 
     def of(self, files: Sequence[Path]) -> list[str]:
@@ -61,10 +61,10 @@ class FileHashes:
         return found
 
     def _known(self, file: Path, facts: dict[str, int]) -> str | None:
-        if not self._folder:
+        if self._folder is None:
             return None
         try:
-            entry = json.loads(self._entry(file).read_text(encoding="utf-8"))
+            entry = json.loads(_entry(self._folder, file).read_text(encoding="utf-8"))
             kept = {"file": entry["file"], "sha256": entry["sha256"]}
             is_whole = entry["check"] == digest(kept)
         except (OSError, ValueError, KeyError, TypeError):
@@ -76,10 +76,11 @@ class FileHashes:
         if self._folder and age_ns > _TICK_NS:
             kept = {"file": facts, "sha256": sha256}
             with contextlib.suppress(OutputError):
-                write_json(self._entry(file), kept | {"check": digest(kept)})
+                write_json(_entry(self._folder, file), kept | {"check": digest(kept)})
 
-    def _entry(self, file: Path) -> Path:
-        return self._folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+
+def _entry(folder: Path, file: Path) -> Path:
+    return folder / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
 
 
 def file_facts(file: Path) -> dict[str, int]:

@@ -239,7 +239,7 @@ def _content(path: Path, cache: Path | None) -> str:
     """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all."""
     files = _files_of(path) if path.is_dir() else gguf_parts(path)
     try:
-        hashes = FileHashes(cache).of(files)
+        hashes = FileHashes(_cache_or_none(cache)).of(files)
     except OSError as error:
         raise ModelUnavailable(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if not path.is_dir() and len(files) == 1:
@@ -247,6 +247,13 @@ def _content(path: Path, cache: Path | None) -> str:
     home = path if path.is_dir() else path.parent
     lines = [f"{sha256}  {file.relative_to(home)}\n" for file, sha256 in zip(files, hashes, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _cache_or_none(given: Path | None) -> Path | None:
+    try:
+        return kvbatch_cache(given)
+    except (RuntimeError, ModelUnavailable):  # a user without a home; what is only remembered is done without
+        return None
 
 
 def _name_and_size(file: Mapping[str, Any]) -> tuple[str, int]:

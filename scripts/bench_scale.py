@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean
@@ -71,6 +72,13 @@ class NullEngine:
     def stats(self) -> EngineStats:
         """See `LLM.stats`."""
         return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def windows(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Cut a stream into lists of `size`, the last one shorter."""
+    stream = iter(items)
+    while window := list(islice(stream, size)):
+        yield window
 
 
 def write_corpus(folder: Path, num_rows: int, num_chars: int) -> None:
