@@ -34,17 +34,18 @@ def iter_lines(stream: BinaryIO, max_bytes: int, chunk_bytes: int = CHUNK_BYTES)
     num_bytes = 0
     is_blank = True
     while chunk := stream.read(chunk_bytes):
+        is_space = chunk.isspace()  # ten times as fast as the searches that it spares
         start = chunk.find(b"\n") + 1
         if start:
             parts.append(chunk[: start - 1])
-            is_blank = is_blank and not _REST_OF_LINE.search(chunk, 0, start)
+            is_blank = is_blank and (is_space or not _REST_OF_LINE.search(chunk, 0, start))
             done = [] if is_blank else _finish(number, parts, num_bytes + start - 1, max_bytes)
             parts.clear()
             number, num_bytes, is_blank = number + 1, 0, True
             while done:
                 yield done.pop()  # popped, so that nothing here keeps a large line alive
         end = max(start, chunk.rfind(b"\n") + 1)
-        for shown in _REST_OF_LINE.finditer(chunk, start, end):
+        for shown in () if is_space else _REST_OF_LINE.finditer(chunk, start, end):
             begin = chunk.rfind(b"\n", start, shown.start()) + 1 or start
             number += chunk.count(b"\n", start, begin)
             parts.append(chunk[begin : shown.end()])
@@ -52,7 +53,7 @@ def iter_lines(stream: BinaryIO, max_bytes: int, chunk_bytes: int = CHUNK_BYTES)
             number, start = number + 1, shown.end() + 1
         number += chunk.count(b"\n", start, end)
         num_bytes += len(chunk) - end
-        is_blank = is_blank and not _REST_OF_LINE.search(chunk, end)
+        is_blank = is_blank and (is_space or not _REST_OF_LINE.search(chunk, end))
         if num_bytes > max_bytes:
             parts.clear()  # the size is all that will be told of this line
         else:

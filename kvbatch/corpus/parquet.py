@@ -2,8 +2,8 @@
 
 Memory: a batch of rows, the buffers of the columns read (1 MiB each) and one page of each. A row group is
 never held whole: at 20,000 bytes of text a row, one of 3,000 and one of 12,000 rows both took 64 MB. A batch
-is sized from the row groups' byte counts, which for dictionary-encoded text say little: the limit of 128 rows
-bounds it then.
+is sized from the row groups' byte counts, which for dictionary-encoded text say little: it is read as a dictionary, so
+that a text that is repeated is held once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -68,12 +68,13 @@ def read_parquet(
         InputError: a page is damaged, the file cannot be read to its end, or a value is out of the range of its
             column's final type.
     """
-    file = open_parquet(source)
-    with file:
+    with open_parquet(source) as file:
+        as_dictionary = _repeated_text(file, columns)
+    with open_parquet(source, as_dictionary) as file:
         num_rows = 0
         for batch in _batches(source, file, columns):
             kept = None if row_filter is None else row_filter.keep_batch(batch, columns.where, source.path)
-            texts = _as_bytes(columns.text.array(batch))
+            texts = _Texts(columns.text.array(batch))
             ids = [None] * len(batch) if columns.id is None else _ids(columns.id.array(batch))
             values = pa.RecordBatch.from_arrays(
                 [column.array(batch) for column in columns.passthrough],
@@ -85,7 +86,7 @@ def read_parquet(
             for position in range(len(batch)):
                 answer = kept is None or kept[position]
                 if answer:
-                    text = texts[position].as_py()
+                    text = texts[position]
                     row = num_rows + position + 1
                     row_values: RowValues = ArrowRow(values, position)
                     problem = (
@@ -97,6 +98,33 @@ def read_parquet(
                     yield _document(source, spec, row, ids[position], text, row_values, problem, row_bytes)
                     del text
             num_rows += len(batch)
+
+
+class _Texts:
+    """The texts of a batch as bytes; of a dictionary they are taken one by one, for it may repeat a large one."""
+
+    def __init__(self, array: pa.Array):
+        array = array.storage if isinstance(array, pa.ExtensionArray) else array
+        self._indices = array.indices if kind.is_dictionary(array.type) else None
+        self._values = _as_bytes(array if self._indices is None else array.dictionary)
+
+    def __getitem__(self, position: int) -> bytes | None:
+        index = position if self._indices is None else self._indices[position].as_py()
+        return None if index is None else self._values[index].as_py()
+
+
+def _repeated_text(file: pq.ParquetFile, columns: ParquetColumns) -> list[str]:
+    """Name the text column if the file holds it as a dictionary, unless it is needed in its own type as well."""
+    path = columns.text.path
+    others = {column.path for column in (*columns.passthrough, *columns.where)}
+    if path[0] in columns.partitions or any(each[0] == path[0] for each in others):
+        return []
+    name = ".".join(path)
+    leaves = [leaf for leaf in range(len(file.schema)) if file.schema.column(leaf).path == name]
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    return (
+        [name] if any(group.column(leaf).has_dictionary_page for group in groups for leaf in leaves) else []
+    )
 
 
 def _renamed(column: Column) -> pa.Field:

@@ -58,15 +58,22 @@ class ParquetColumns:
         )
 
 
-def open_parquet(source: SourceFile) -> pq.ParquetFile:
+def open_parquet(source: SourceFile, as_dictionary: Sequence[str] = ()) -> pq.ParquetFile:
     """Open a file so that reading it streams (no read-ahead of row groups) and page checksums count.
+
+    Args:
+        as_dictionary: columns whose repeated values are held once.
 
     Raises:
         InputError: it is cut, damaged, encrypted or not readable.
     """
     try:
         return pq.ParquetFile(
-            source.path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
+            source.path,
+            pre_buffer=False,
+            buffer_size=BUFFER_BYTES,
+            page_checksum_verification=True,
+            read_dictionary=list(as_dictionary),
         )
     except (OSError, pa.ArrowException) as error:
         raise parquet_error(source.path, error) from error

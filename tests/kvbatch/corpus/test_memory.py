@@ -1,6 +1,8 @@
 """Resident memory while reading, measured in a process of its own."""
 
 import gzip
+import io
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from kvbatch.corpus import Corpus, InputSpec, lines
 
 MEASURE = """
 import sys
@@ -63,3 +67,50 @@ def test_memory_does_not_grow_within_one_row_group(tmp_path, dictionary):
     num_rows, growth_mb = measure(tmp_path / "few", tmp_path / "many")  # 120 MB of text
     assert num_rows == 6_000
     assert growth_mb < 40
+
+
+@pytest.mark.parametrize(
+    "type_", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+)
+@pytest.mark.parametrize("columns", [{}, {"where": "n < 1000"}])
+def test_a_text_that_a_dictionary_repeats_is_held_once(tmp_path, type_, columns):
+    texts = ["long " * 200_000, "short", None] * 43
+    values = pa.array(
+        [text and text.encode() for text in texts] if type_ == pa.binary() else texts, pa.binary()
+    )
+    column = values if type_ == pa.binary() else values.cast(pa.string()).cast(type_)
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"id": range(len(texts)), "text": column, "n": range(len(texts))}), path)
+    del values, column
+    before = pa.total_allocated_bytes()
+    held = 0
+    for document, text in zip(Corpus(InputSpec((str(path),), **columns)).documents(), texts, strict=True):
+        assert document.text == text
+        held = max(held, pa.total_allocated_bytes() - before)
+    assert held < 16 << 20, "a batch of 128 rows would come to 43 MB"
+
+
+def test_blank_lines_are_passed_over_without_a_step_for_each(monkeypatch):
+    calls = []
+    finish = lines._finish
+    monkeypatch.setattr(lines, "_finish", lambda *values: calls.append(values[0]) or finish(*values))
+    data = b"\n" * 3_000_000 + b"{}\n" + b" \r\n" * 1_000_000 + b"[]"
+    found = [(line.number, line.data) for line in lines.iter_lines(io.BytesIO(data), 1000)]
+    assert found == [(3_000_001, b"{}"), (4_000_002, b"[]")] and calls == [3_000_001, 4_000_002]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 64])
+def test_lines_are_the_same_however_they_are_read(chunk_bytes):
+    draw = random.Random(1)
+    pieces = [b"\n", b"\n\n", b" ", b"\r", b"\x0b", b"a", b"bcd efg", b"\xef\xbb\xbf", b"{"]
+    for _ in range(300):
+        data = b"".join(draw.choice(pieces) for _ in range(draw.randrange(30)))
+        wanted = []
+        for number, line in enumerate(data.split(b"\n"), 1):
+            shown = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
+            if len(line) > 9 and line.strip():
+                wanted.append((number, None, len(line)))
+            elif shown.strip():
+                wanted.append((number, shown, len(line)))
+        found = lines.iter_lines(io.BytesIO(data), 9, chunk_bytes)
+        assert [(line.number, line.data, line.num_bytes) for line in found] == wanted
