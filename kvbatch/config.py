@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvbatch.environment import Environment, job_key, read_key
-from kvbatch.errors import JobFileError
+from kvbatch.errors import InputError, JobFileError
 from kvbatch.extends import read_job_source
 from kvbatch.job import Job
 from kvbatch.overrides import apply_overrides
@@ -38,14 +38,22 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     expand_environment(source)
     job = _read(source)
     if source.environment:
-        is_kept = Path(path).name == RESOLVED_NAME and (Path(path).parent / "manifest.json").exists()
         environment = Environment(source.environment)
         if environment.hidden:
-            is_kept = is_kept and not environment.hidden.keys() <= source.overrides.keys()
-            key = read_key(Path(path).parent) if is_kept else job_key(Path(job.output_dir))
-            environment = Environment(source.environment, key)
+            environment = Environment(source.environment, _key_of(source, environment, job))
         job = job.with_environment(environment)
     return job
+
+
+def _key_of(source: Source, environment: Environment, job: Job) -> bytes:
+    """Return the key to values from the environment: of the run that keeps the job file, else of the job."""
+    if source.path.name == RESOLVED_NAME and (source.path.parent / "manifest.json").exists():
+        try:
+            return read_key(source.path.parent)
+        except InputError:  # no matter if the run needed none
+            if not all(source.is_overridden(key) for key in environment.hidden):
+                raise
+    return job_key(Path(job.output_dir))
 
 
 def _read(source: Source) -> Job:

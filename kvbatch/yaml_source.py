@@ -62,6 +62,10 @@ class Source:
             key = key[:-1]
         return str(self.path)
 
+    def is_overridden(self, key: KeyPath) -> bool:
+        """Tell whether a -s argument set the key, or the section or list that it is in."""
+        return any(key[:length] in self.overrides for length in range(1, len(key) + 1))
+
 
 def read_source(path: Path) -> Source:
     """Read a job file.

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from kvbatch.cli import cli
 from kvbatch.config import load_job, to_yaml
-from kvbatch.environment import KEY_FILE, without_credentials
+from kvbatch.environment import KEY_FILE, Environment, without_credentials
 from kvbatch.errors import JobChanged, JobFileError
 from kvbatch.planning import plan_job
 from kvbatch.run import run_job
@@ -151,6 +151,11 @@ def test_an_override_from_the_environment_keeps_its_name(path):
     again = Path("again.yaml")
     again.write_text(to_yaml(job))
     assert load_job(again) == job
+    again = Path("runs/in.jsonl/begun/job.resolved.yaml")  # of a run that had no key
+    again.parent.mkdir(parents=True)
+    again.write_text(to_yaml(job.with_environment(Environment())))
+    (again.parent / "manifest.json").write_text("{}")
+    assert load_job(again, ["generation.stop=['${KVB_TOKEN}']"]).generation.stop == (SECRET,)
     with pytest.raises(JobFileError, match="KVB_UNSET"):
         load_job(path, ["prompt.system=${KVB_UNSET}"])
 
