@@ -108,11 +108,11 @@ def test_a_prompt_that_is_rendered_otherwise_is_refused_by_name(write, at, monke
         with pytest.raises(JobChanged, match="rendered chat template: "):
             run(path)
 
-    def longer(path):
-        for rows in read_plan(path):
+    def longer(planned):
+        for rows in read_plan(planned.path):
             yield [row | {"prompt_tokens": row["prompt_tokens"] + 1} for row in rows]
 
-    monkeypatch.setattr("kvbatch.shard_loop.read_plan", longer)
+    monkeypatch.setattr("kvbatch.shard_loop.planned_shards", longer)
     with pytest.raises(JobChanged, match="the prompt of row 'r.' has .* by the plan"):
         run(path)
 

@@ -72,7 +72,7 @@ def test_texts_of_rows_that_have_their_answer_are_let_go(job_file, monkeypatch):
 
     def look(shard, *arguments):
         held.append([document.text for document in shard.documents])
-        write(shard, *arguments)
+        return write(shard, *arguments)
 
     monkeypatch.setattr(OpenShard, "write", look)
     found = run(path, make_llm=lambda *_: Backwards(fail=(1,))).run
