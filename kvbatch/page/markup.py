@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from html import escape as escape_html
 from importlib.resources import files
 from typing import Any
@@ -31,7 +32,7 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: dict
     parts = [
         f"<h1>{escape(summary['job'])}</h1>",
         f'<p class="muted">run {escape(summary["run_id"])}, {escape(summary["status"])}, '
-        f"started {escape(manifest.get('created'))}</p>",
+        f"started {escape(_seconds(manifest['created']))}</p>",
         _cut(summary),
         _tiles(summary),
         _plots(summary, figures),
@@ -239,3 +240,8 @@ def _table(
     )
     top = f"<thead><tr>{head}</tr></thead>" if has_head else ""
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def _seconds(time: str) -> str:
+    """Return a time without the digits that only order runs."""
+    return datetime.fromisoformat(time).isoformat(sep=" ", timespec="seconds")
