@@ -25,14 +25,15 @@ def read_schema(path: str) -> Any:
     """Return the schema in a file.
 
     Raises:
-        ValueError: There is no such file, or no JSON in it.
+        ValueError: There is no such file, no JSON in it, or a number that would be rounded.
     """
     try:
-        return json.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+        return json.loads(text, parse_float=_float, parse_constant=_no_number)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; check the path") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is no schema: {error}") from error
 
 
 def check_schema(schema: dict[str, Any]) -> None:
@@ -112,6 +113,14 @@ class SchemaJudge:
 
 class _UnsupportedPattern(ValueError):
     """A pattern is one of ECMA-262, but cannot be enforced."""
+
+
+def _float(text: str) -> float:
+    """Return a number of a schema, which is enforced as a float, and must be the one that is written."""
+    number = float(text)
+    if not math.isfinite(number) or Decimal(repr(number)) != _number(text):
+        raise ValueError(f"{text} has more digits than can be enforced; round it")
+    return number
 
 
 def _number(text: str) -> int | Decimal:

@@ -401,7 +401,8 @@ class Job(Section):
                     if name not in self.input.passthrough:
                         raise ValueError(
                             f"{key} uses {{{name}}}, which input.passthrough does not list; "
-                            f"add {name!r} to input.passthrough, or double the braces to mean them literally"
+                            + ("set generation.choices, or " if name == CHOICES else "")
+                            + f"add {name!r} to input.passthrough, or double the braces to mean them literally"
                         )
         return self
 

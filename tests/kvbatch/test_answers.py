@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import jsonschema
 import polars as pl
@@ -78,6 +79,7 @@ def test_choices(job_file, temperature):
         ({"json_schema": {"type": "string", "pattern": "^(?=a)"}}, "is not supported: look-around"),
         ({"json_schema": {"type": "number", "maximum": float("inf")}}, "no JSON schema"),
         ({"json_schema": "nowhere.json"}, "nowhere.json: No such file"),
+        ({"json_schema": "fine.json"}, "fine.json is no schema: 0.99999999999999999999 has more digits"),
         ({"choices": ["a", "a"]}, "each choice stands once"),
         ({"choices": ["a"], "json_schema": {}}, "exclude each other"),
         ({"choices": ["a"], "stop": ["\n"]}, "generation.stop would cut"),
@@ -85,6 +87,7 @@ def test_choices(job_file, temperature):
 )
 def test_what_cannot_be_enforced_is_refused_by_name(job_file, keys, message):
     path = job_file(RECORDS[:1], generation=generation(**keys))
+    Path("fine.json").write_text('{"maximum": 0.5, "exclusiveMaximum": 0.99999999999999999999}')
     with pytest.raises(JobFileError, match=message):
         run_job(load_job(path))
 

@@ -20,6 +20,7 @@ from kvbatch.plan import read_plan
 from kvbatch.planning import plan_job
 from kvbatch.prompt import PromptBuilder
 from kvbatch.run import run_job
+from kvbatch.validate import findings_of
 from tests.kvbatch.conftest import CHAT_TEMPLATE
 from tests.kvbatch.fakes import Backwards
 
@@ -172,6 +173,13 @@ def test_a_job_tells_its_chat_template(write):
     assert told_nothing != told_false
     assert "kwargs.thinkng: the model's chat template does not use it" in said
     assert "enable_thinking: the model" not in said
+    notes = [finding.message for finding in findings_of(write(), [told]) if finding.kind == "note"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "generation.chat_template_kwargs.enable_thinking",
+        "generation.chat_template_kwargs.thinkng",
+        "the chat template writes the time, in all rows that of the run's start",
+    ]
+    write(start=SWITCH)
     keys = off.read_manifest()["semantic"]
     assert keys["generation.chat_template_kwargs.enable_thinking"] is False
     assert keys["rendered chat template"] != on.read_manifest()["semantic"]["rendered chat template"]
