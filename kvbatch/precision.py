@@ -77,8 +77,10 @@ def choose_precision(
         gflops = _known_or(measure or _measure, weight_quant)
     except OSError as error:  # no place for temporary files
         return Precision("float32", f"nothing could be measured ({error})")
+    if gflops["bfloat16"] > gflops["float32"]:
+        return Precision("bfloat16", "measured here, faster", gflops)
     if gflops["bfloat16"] >= WORTH_RATIO * gflops["float32"]:
-        return Precision("bfloat16", "measured here, as fast at half the memory", gflops)
+        return Precision("bfloat16", "measured here, nearly as fast at half the memory", gflops)
     return Precision("float32", "measured here, faster", gflops)
 
 
