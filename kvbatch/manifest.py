@@ -278,6 +278,8 @@ def point_latest(home: Path, run_id: str) -> None:
     """
     temp = home / f".latest.{os.getpid()}.tmp"
     try:
+        if (home / "latest").is_symlink() and (home / "latest").readlink() == Path(run_id):
+            return
         temp.unlink(missing_ok=True)
         temp.symlink_to(run_id)
         os.replace(temp, home / "latest")
@@ -369,11 +371,14 @@ def job_runs(home: Path) -> list[RunDirectory]:
 
 
 def latest_run(home: Path) -> RunDirectory | None:
-    """Return the run that `latest` points to; the newest if it points to none."""
+    """Return the run that `latest` points to; the newest if it points to none, or a kill came before it was moved."""
+    newest = next(iter(job_runs(home)), None)
     link = home / "latest"
-    if link.is_symlink() and link.is_dir():
-        return RunDirectory(home / link.readlink())  # by its own name, as relative as the path was
-    return next(iter(job_runs(home)), None)
+    if not (link.is_symlink() and link.is_dir()):
+        return newest
+    linked = RunDirectory(home / link.readlink())  # by its own name, as relative as the path was
+    # one without a number is damaged, or of an older release
+    return newest if newest and 0 < _number(linked) < _number(newest) else linked
 
 
 def kept_memory_budget(job: Job) -> Any:

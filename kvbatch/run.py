@@ -107,6 +107,8 @@ def run_job(
         if earlier:
             run = earlier
             runner.divide_budget(run)
+            if not resume:
+                point_latest(home, run.run_id)
             on_run(run)
             with _recorded(run, job, progress, lock) as log:
                 prepared = runner.prepare(run, log)
@@ -123,8 +125,9 @@ def run_job(
                     adopt_plan(planned, draft)
                 with _recorded(draft, job, progress, lock, is_kept=False) as log:
                     prepared = runner.prepare(draft, log)
-                run = publish(draft)
-            point_latest(home, run.run_id)
+                with runner.stopper.shield():
+                    run = publish(draft)
+                    point_latest(home, run.run_id)
             on_run(run)
         with _recorded(run, job, progress, lock) as log:
             runner.run(run, log, *prepared, started_s)

@@ -163,3 +163,20 @@ def test_an_incremental_run_goes_on_in_a_new_one_which_takes_its_place(job_file,
     assert f"superseded by run {later.run_id}" in kvbatch("report", first.path).stdout
     assert f"was superseded by run {later.run_id}" in kvbatch("resume", first.path).stderr
     assert f"run {later.run_id} took its place" in kvbatch("export", first.path).stderr
+
+
+def test_a_run_that_was_killed_before_latest_moved_is_the_latest(job_file, monkeypatch):
+    path = job_file(RECORDS)
+    first = run(path)
+
+    def killed(home, run_id):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("kvbatch.run.point_latest", killed)
+        run(path, new_run=True)
+    assert (HOME / "latest").resolve().name == first.run_id
+    stranded = open_run(HOME)
+    assert stranded.run_id != first.run_id
+    assert run(path).run_id == stranded.run_id, "the next start goes on with it"
+    assert (HOME / "latest").resolve().name == stranded.run_id
