@@ -106,5 +106,5 @@ def _number(file: Path) -> int | None:
 
 def _lines(file: Path) -> list[str]:
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return file.read_text().splitlines()
+        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     return []

@@ -70,7 +70,7 @@ def available_bytes(device: str = "cpu") -> int:
     available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
     room = memory_room()

@@ -61,7 +61,7 @@ def _save_layer(folder: Path) -> int:
         "tie_word_embeddings": True,
         **_LAYER,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     hidden, inner = _LAYER["hidden_size"], _LAYER["intermediate_size"]
     at = "model.layers.0"
     matrices = {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}

@@ -84,6 +84,6 @@ def _is_whole(directory: Path, hashes: FileHashes) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
+    with path.open("w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it with the process
         yield

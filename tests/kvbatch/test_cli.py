@@ -27,7 +27,9 @@ def kvbatch(*args, check_imports=()):
         "atexit.register(lambda: print([m for m in names if m in sys.modules], file=sys.stderr))\n"
         "from kvbatch.cli import main; main()"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # a locale without UTF-8, as a service may have: files are UTF-8 all the same
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = os.environ | ascii_only | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code, *args],
         capture_output=True,

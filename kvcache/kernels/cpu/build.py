@@ -111,7 +111,7 @@ def compile_and_load(
     flags = ["-std=c++17", "-O3", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     # psabi: a note about vectors as arguments, which matters between libraries only.
     flags += ["-Wno-psabi", *extra_flags]
-    texts = (path.read_text() for path in _sources(sources))
+    texts = (path.read_text(encoding="utf-8") for path in _sources(sources))
     name = _digest(version, " ".join([*compiler, *flags]), cpu_identity(), *texts)
     # torch loaded its OpenMP runtime before; a library that wants one of that name shares it and its threads.
     if found := _load(folder, name):
@@ -178,7 +178,7 @@ def _digest(*parts: str) -> str:
 def cpu_identity() -> str:
     """Return what `native` means here: the CPU's name and features."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
     return "\n".join(
@@ -196,6 +196,6 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file: processes that start together compile once."""
     import fcntl
 
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
