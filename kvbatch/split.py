@@ -49,11 +49,12 @@ def split_text(
         token_ends: where each token of the text ends, ascending, in characters.
         count: tokens of a piece of the text on its own; a cut inside a token may make some more.
         room: the most tokens of a part.
-        overlap: of these, about so many repeat the end of the part before.
+        overlap: of these, about so many repeat the end of the part before; none where the room does not hold a
+            character beside them.
         boundary: the kind of place to cut at; where a part has none in its second half, the next finer kind is taken.
 
     Returns:
-        The parts, or None where the room does not hold a character beside the overlap.
+        The parts, or None where the room does not hold a character.
     """
     fences = [match.span() for match in _FENCED.finditer(text)] if boundary == "code" else []
     parts: list[Part] = []
@@ -64,6 +65,9 @@ def split_text(
         if parts and overlap:
             back = _unjoined(text, token_ends[first - overlap - 1] if first > overlap else 0)
         end = _part_end(text, token_ends, count, first, back, start, room, boundary, fences)
+        if end is None and back < start:  # an emoji of several takes many tokens, and is repeated whole
+            back = start
+            end = _part_end(text, token_ends, count, first, back, start, room, boundary, fences)
         if end is None:
             return None
         parts.append(Part(back, start, end))
