@@ -1,10 +1,16 @@
 """Compiled kernels in the user's cache: damaged ones are repaired, and a user without a cache has kernels too."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvcache.kernels.cpu import build
 from tests.kvcache.kernel_builds import needs_compiler
 
+ROOT = Path(__file__).parents[2]
 # A single small library stands for all of them.
 SOURCE = 'extern "C" int kvb_answer() { return 42; }'
 
@@ -65,3 +71,16 @@ def test_without_a_cache_the_kernels_run_from_a_temporary_place(sources, tmp_pat
             build.library.cache_clear()
     assert [r.message.count("set KVBATCH_CACHE to a directory") for r in caplog.records] == [1]
     assert not list(tmp_path.glob("kvbatch-*")), "nothing is left behind"
+
+
+@needs_compiler
+def test_a_locale_without_utf8_is_no_obstacle(sources, tmp_path):
+    (sources / "answer.cpp").write_text(f"// é\n{SOURCE}", encoding="utf-8")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom kvcache.kernels.cpu import build\n"
+        "build.compile_and_load(build.find_compiler(), Path(sys.argv[1]), sources=Path(sys.argv[2]))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "cache"), str(sources)]
+    subprocess.run(command, env=os.environ | ascii_only | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
