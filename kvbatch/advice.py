@@ -52,6 +52,8 @@ def cut_advice(run: RunDirectory, manifest: dict[str, Any], figures: Mapping[str
         room = manifest["model"]["max_context"] - figures["cut_prompt_tokens"]
         if semantic.get("input.format") == "openai-batch":
             parts.append("by length: raise generation.max_new_tokens, or max_tokens of the rows that set it")
+        elif not isinstance(most, int):  # a variable of the environment gave it
+            parts.append("by length: raise generation.max_new_tokens")
         elif room <= most:
             parts.append(f"at {most:,} tokens, and the model's context holds no more: shorten the prompts")
         else:

@@ -165,3 +165,22 @@ def test_a_changed_job_is_told_by_names(path, monkeypatch):
         run_job(load_job(path), make_llm=lambda *_: Stopped())
     with pytest.raises(JobChanged, match="generation.seed: 0 before, 1 now"):
         run_job(load_job(path, ["generation.seed=1"]))
+
+
+def test_a_job_may_take_all_it_says_from_the_environment(job_file, monkeypatch):
+    """A fingerprint then holds hashes where numbers stood, which nothing that reads it may calculate with."""
+    path = job_file(
+        ROWS,
+        input={"path": "in.jsonl", "limit": "${KVB_A:-3}", "incremental": "${KVB_B:-false}"},
+        prompt={"system": "${KVB_C:-hello}", "chat": "${KVB_D:-auto}"},
+        generation={"max_new_tokens": "${KVB_E:-4}", "seed": "${KVB_F:-1}", "ignore_eos": "${KVB_G:-true}"},
+        long_document={"on_too_long": "${KVB_H:-truncate}"},
+        limits={"max_cut_ratio": "${KVB_I:-1}", "row_retries": "${KVB_J:-0}"},
+        engine={"memory_budget": "${KVB_K:-64MiB}", "deterministic": "${KVB_L:-true}"},
+        output={"shard_rows": "${KVB_M:-2}"},
+    )
+    for command in (["plan", str(path)], ["run", str(path)], ["run", str(path)], ["status", "runs/test"]):
+        assert invoke(*command)[0] == 0
+    code, told = invoke("report", "runs/test")
+    assert code == 0 and "by length: raise generation.max_new_tokens\n" in told
+    assert invoke("retry", "runs/test", "--status", "length", "--max-new-tokens", "5")[0] == 0
