@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.drafting import STEP_TOKENS
 from engine.errors import BudgetError
 from engine.overlap import overlaps_compression
+from engine.prompt_lookup import STEP_TOKENS
 from engine.scheduler import ALONE_DECODES
-from kvcache.layout import CacheLayout
+from kvcache.sizes.full import CacheLayout
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig  # imports transformers, which a planner may not need yet
-    from kvcache.compressed_layout import CompressedLayout
+    from kvcache.sizes.compressed import CompressedLayout
 
 MIN_STEP_TOKENS = 16
 WORKSPACE_RATIO = 0.1
@@ -62,7 +62,7 @@ def cache_layout(
     whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
     if not config.cache.compresses:
         return CacheLayout(*shape, whole_bytes, config.cache.page_tokens)
-    from kvcache.compressed_layout import CompressedLayout
+    from kvcache.sizes.compressed import CompressedLayout
 
     if model.head_dim % 16:
         raise ValueError(
@@ -142,7 +142,7 @@ def _cuts_no_chunks(config: EngineConfig) -> bool:
     """Whether the scorer looks at a chunk's queries together, so that it must be computed in one step."""
     if not config.cache.judges:
         return False
-    from kvcache.compressors.registry import get_scorer
+    from kvcache.scorers.registry import get_scorer
 
     return get_scorer(config.cache.scorer).distance is None
 
@@ -151,7 +151,7 @@ def _reconstruction_tokens(config: EngineConfig) -> int:
     """Return the tokens of a pass in which a chunk is repeated for its scores; it cannot be made shorter."""
     if not config.cache.judges:
         return 0
-    from kvcache.compressors.registry import get_scorer
+    from kvcache.scorers.registry import get_scorer
 
     if not get_scorer(config.cache.scorer).reconstructs:
         return 0

@@ -19,7 +19,7 @@ class EngineConfig:
         calibration_token_ids: what the model is calibrated on, for budget `calibrated` (`engine.calibration`); empty:
             random tokens.
         attention: name of the attention backend, or None for the device's own.
-        prompt_lookup: when few rows are left, guess what they copy (`engine.drafting`); not if deterministic.
+        prompt_lookup: when few rows are left, guess what they copy (`engine.prompt_lookup`); not if deterministic.
         deterministic: what is generated for a row does not depend on the rows beside it, to the bit, on one machine
             with one number of threads (`engine.scheduler`). Decoding many rows at once takes longer.
 

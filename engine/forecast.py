@@ -13,7 +13,7 @@ from engine.budget import Budget
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
-from kvcache.compressed_layout import WHOLE_PAGE_TOKENS
+from kvcache.sizes.compressed import WHOLE_PAGE_TOKENS
 
 NUM_PARTS = 5
 
@@ -137,7 +137,7 @@ def forecast(
     chunk_tokens: int | None = None,
     alone: bool = False,
 ) -> Forecast:
-    """Return what the steps come to that the rows need, in their order; guesses (`engine.drafting`) are not foreseen.
+    """Return what the steps come to that the rows need, in their order; drafts are not foreseen.
 
     Args:
         coefficients: seconds of each of a step's parts.

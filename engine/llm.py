@@ -12,18 +12,18 @@ from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.constraint import constrain
-from engine.drafting import Drafter
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
-from engine.prefixes import PrefixCache
+from engine.position_rebasing import positions_left
+from engine.prefix_cache import PrefixCache
+from engine.prompt_lookup import Drafter
 from engine.request import EngineStats, Request, Result
 from engine.runner import Runner
 from engine.sampling import make_random, sample
 from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
-from engine.streaming import positions_left
 
 _END = object()
 

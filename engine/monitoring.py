@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.cache.base import CacheBackend
 from engine.forecast import SpeedFit, step_parts
 from engine.scheduler import StepPlan
-from kvcache.monitoring import LaneUsage
+from kvcache.sequence.lane_usage import LaneUsage
 
 MAX_SAMPLES = 4096  # even
 

@@ -142,7 +142,7 @@ class EngineStats:
 
     `kv_allocated_bytes` is all that was allocated, arenas included, `kv_pool_bytes` the pages of it; the others are
     bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens were guessed
-    (`engine.drafting`), accepted ones guessed right.
+    (`engine.prompt_lookup`), accepted ones guessed right.
     """
 
     num_rows: int

@@ -27,7 +27,7 @@ class Sequence:
     cache: Any = None  # kvcache.SequenceCache while admitted
     random: Any = None  # torch.Generator of a row that samples
     constraint: Any = None  # engine.constraint.Constraint of a row that may not say everything
-    lookup: Any = None  # engine.drafting.Lookup of a row whose tokens are guessed
+    lookup: Any = None  # engine.prompt_lookup.Lookup of a row whose tokens are guessed
     finish_reason: FinishReason | None = None
     error_message: str | None = None
     prefill_s: float = 0.0

@@ -3,7 +3,7 @@
 Signals are caught before the rest is imported, so that one which comes in the first moment has an ending, too.
 """
 
-from kvbatch.stop import hold_signals
+from kvbatch.signals import hold_signals
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ import click
 from kvbatch import __version__
 from kvbatch.commands import after, before, running
 from kvbatch.commands.common import printed
-from kvbatch.escapes import escaped
-from kvbatch.stop import hold_signals
-from kvbatch.streams import open_missing_descriptors, outlets
+from kvbatch.progress.streams import open_missing_descriptors, outlets
+from kvbatch.signals import hold_signals
+from kvbatch.text import escaped
 
 
 class _ToStderr(logging.Handler):

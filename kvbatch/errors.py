@@ -103,3 +103,7 @@ class JobFileError(KvbatchError):
 
 class JobChanged(JobFileError):
     """A run cannot be continued: the job, its model or its input is another one than it began with."""
+
+
+class ReaderLeft(Exception):
+    """Nobody reads what is printed any more, and that is no failure."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from kvcache.compressors.registry import SCORERS
+from kvcache.scorers.registry import SCORERS
 
 METHODS = ("none", "sparse", "quant", "sparse+quant")
 BITS = (16, 8, 4, 3, 2)
@@ -36,15 +36,15 @@ class KVCacheConfig:
             near; as far as `delay` chunks hold them, and at most half of what is kept.
         chunk_size: tokens judged at once.
         delay: whole chunks that must follow before a chunk is judged.
-        scorer: what makes a token important (`kvcache.compressors.registry`).
+        scorer: what makes a token important (`kvcache.scorers.registry`).
         probe: let the question's tokens attend to each chunk before it is judged, where the question is known.
-        budget: how places are shared out (`kvcache.compressors.budget`).
+        budget: how places are shared out (`kvcache.compress.allocation`).
         floor_ratio: part of the uniform share below which no lane falls.
         layer_budget: for budget `layered`, one weight per layer.
         streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
         whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
         compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
-            output projection see of them (`kvcache.compensation`); otherwise each number is rounded for itself.
+            output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
         two_axis: quantised keys also carry one factor per token, which evens out tokens as scales even out channels.
         overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its arena for
             one chunk longer, so what is generated may differ. None: where the device has a stream to spare, on a GPU.

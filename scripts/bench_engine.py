@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvbatch.model_source import resolve_model
+from kvbatch.model.source import resolve_model
 
 Prompts = list[list[int]]
 
@@ -43,7 +43,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     from engine.detokenizer import Detokenizer
     from engine.memory import resolve_budget
     from engine.models import load_model
-    from kvbatch.model import resolve_device, resolve_dtype
+    from kvbatch.model.handle import resolve_device, resolve_dtype
     from kvcache.config import KVCacheConfig
 
     device = resolve_device(args.device)
@@ -94,7 +94,7 @@ def run_transformers(args: argparse.Namespace, prompts: Prompts) -> Measured:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvbatch.model import resolve_device, resolve_dtype
+    from kvbatch.model.handle import resolve_device, resolve_dtype
 
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.native import ops as layer_ops
-from engine.native.int8 import Int8Rows, quantise_weight
-from engine.native.packed import pack_weight
-from kvbatch.model import resolve_dtype
-from kvcache.kernels import torch_twin
+from engine.kernels import ops as layer_ops
+from engine.kernels.int8 import Int8Rows, quantise_weight
+from engine.kernels.packed import pack_weight
+from kvbatch.model.handle import resolve_dtype
+from kvcache.kernels import reference as torch_twin
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
-from kvcache.page_format import PageFormat
-from kvcache.page_rows import PageRows
-from kvcache.quant import quantise_pages
+from kvcache.kernels.page_tokens import PageRows
+from kvcache.quantize.pages import quantise_pages
+from kvcache.sizes.page_format import PageFormat
 
 PAGE_TOKENS = 64
 KERNELS = ("product", "prefill", "decode", "quantise", "unpack")

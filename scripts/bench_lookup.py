@@ -15,7 +15,7 @@ import torch
 
 from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import Decoder, load_model
-from kvbatch.model_source import resolve_model
+from kvbatch.model.source import resolve_model
 from kvcache.config import KVCacheConfig
 
 

@@ -11,12 +11,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvbatch.config import load_job
 from kvbatch.corpus import Corpus
-from kvbatch.job import LongDocumentSection
-from kvbatch.model import open_model
-from kvbatch.prompt import PromptBuilder
-from kvbatch.run import input_spec
+from kvbatch.job_file.load import load_job
+from kvbatch.job_file.sections import LongDocumentSection
+from kvbatch.model.handle import open_model
+from kvbatch.opened_job import input_spec
+from kvbatch.prompts.builder import PromptBuilder
 
 
 def prompts_of(job_file: Path, num_prompts: int, max_new_tokens: int) -> tuple[Path, list[dict[str, Any]]]:

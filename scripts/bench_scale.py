@@ -132,8 +132,8 @@ class Watch(io.StringIO):
 
 def measure(folder: Path, model: str) -> dict[str, Any]:
     """Run a job over the corpus of a folder; return its rates and its memory."""
-    from kvbatch.job import Job
-    from kvbatch.run import run_job
+    from kvbatch.job_file.sections import Job
+    from kvbatch.run.entry import run_job
 
     job = Job.model_validate(
         {
@@ -164,8 +164,8 @@ def measure(folder: Path, model: str) -> dict[str, Any]:
 
 def tokenize(folder: Path, model: str) -> tuple[float, float]:
     """Give the same texts to the model's tokenizer alone; return its wall and CPU seconds."""
-    from kvbatch.job import EngineSection, ModelSection
-    from kvbatch.model import open_model
+    from kvbatch.job_file.sections import EngineSection, ModelSection
+    from kvbatch.model.handle import open_model
 
     tokenizer = open_model(ModelSection(path=model), EngineSection(device="cpu")).tokenizer.backend_tokenizer
     wall_s = cpu_s = 0.0

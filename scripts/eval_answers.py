@@ -23,12 +23,12 @@ import torch
 from tqdm import tqdm
 
 from engine import LLM, EngineConfig, Request, SamplingParams
-from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
+from engine.head_calibration import calibration_text
 from engine.models import load_model
-from kvbatch.job import LongDocumentSection, PromptSection
-from kvbatch.model_source import resolve_model
-from kvbatch.prompt import PromptBuilder
+from kvbatch.job_file.sections import LongDocumentSection, PromptSection
+from kvbatch.model.source import resolve_model
+from kvbatch.prompts.builder import PromptBuilder
 from kvcache.config import KVCacheConfig
 
 

@@ -23,13 +23,13 @@ import torch
 from tqdm import tqdm
 
 from engine import LLM, EngineConfig, Request, SamplingParams
-from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
+from engine.head_calibration import calibration_text
 from engine.models import load_model
 from engine.teacher_forcing import Reading, reading
-from kvbatch.frontier import Point, draw_frontier
-from kvbatch.model_source import resolve_model
-from kvbatch.prompt import REPEAT
+from kvbatch.estimate.pareto_plot import Point, draw_frontier
+from kvbatch.model.source import resolve_model
+from kvbatch.prompts.builder import REPEAT
 from kvcache.config import KVCacheConfig
 
 NUM_CODES = 4

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from engine import LLM, Request, SamplingParams
 from engine.models import load_model
 from engine.teacher_forcing import reading
-from kvbatch.model_source import resolve_model
+from kvbatch.model.source import resolve_model
 from kvcache.config import KVCacheConfig
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from engine.models import Decoder, load_model
-from kvbatch.model import resolve_dtype
-from kvbatch.model_source import resolve_model
+from kvbatch.model.handle import resolve_dtype
+from kvbatch.model.source import resolve_model
 from kvcache.kernels.registry import cpu_kernels
 
 

@@ -22,23 +22,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.native import compiled_passes
+from engine.models import compiled_layers as compiled_passes
 
 REST = "other"
 _PREFILL, _DECODE = (
     ("prefill_attention", "prefill_attention_pool"),
     ("decode_attention", "decode_attention_pool"),
 )
-_KERNELS = ("kvcache.kernels.cpu.ops", "kvcache.kernels.torch_twin")
+_KERNELS = ("kvcache.kernels.cpu.ops", "kvcache.kernels.reference")
 
 # What belongs to a part, as module:name. "()" behind it: the function returns one that belongs to the part as well.
 PARTS: dict[str, tuple[str, ...]] = {
-    "opening": ("kvbatch.model:open_model", "kvbatch.corpus.corpus:Corpus.check"),
+    "opening": ("kvbatch.model.handle:open_model", "kvbatch.corpus.corpus:Corpus.check"),
     "reading": ("kvbatch.corpus.corpus:Corpus.documents",),
-    "tokenising": ("kvbatch.prompt:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
-    "planning": ("kvbatch.plan:Planner.write",),
+    "tokenising": ("kvbatch.prompts.builder:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
+    "planning": ("kvbatch.plan.planner:Planner.write",),
     "loading": ("engine.models:load_model", "engine.llm:make_cache"),
-    "GEMM": ("engine.models.passes:Passes._project", "engine.models.passes:Passes._add_projected"),
+    "GEMM": ("engine.models.layers:Passes._project", "engine.models.layers:Passes._add_projected"),
     "vocabulary": ("engine.models.decoder:Decoder.logits",),
     "elementwise": ("engine.models.decoder:Decoder.forward",),
     "attention, prefill": tuple(f"{module}:{name}" for module in _KERNELS for name in _PREFILL),
@@ -60,9 +60,9 @@ PARTS: dict[str, tuple[str, ...]] = {
         "engine.monitoring:Monitor.note_step",
     ),
     "writing": (
-        "kvbatch.shard:OpenShard.output_rows",
-        "kvbatch.shard:OpenShard.write",
-        "kvbatch.stats:write_stats",
+        "kvbatch.run.shard:OpenShard.output_rows",
+        "kvbatch.run.shard:OpenShard.write",
+        "kvbatch.run_dir.stats_files:write_stats",
     ),
 }
 
@@ -175,8 +175,8 @@ def main() -> None:
     )
     args, rest = p.parse_known_args()
     if args.kind == "job":
-        from kvbatch.config import load_job
-        from kvbatch.run import run_job
+        from kvbatch.job_file.load import load_job
+        from kvbatch.run.entry import run_job
 
         if rest:
             p.error(f"unknown arguments: {' '.join(rest)}")

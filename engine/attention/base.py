@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvcache.sequence_cache import SequenceCache
+from kvcache.sequence.full import SequenceCache
 
 # decode(layer, q [B, H, D], one query per sequence) -> output [B, H, D] and log-sum-exp [B, H] (float32)
 Decode = Callable[[int, Tensor], tuple[Tensor, Tensor]]

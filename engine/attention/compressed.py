@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.cpu import flash
-from kvcache.arena import Arena
-from kvcache.compressors.base import Observation, Scorer
-from kvcache.compressors.probe import raise_by_probes
 from kvcache.kernels.page_table import PageTable
+from kvcache.pages.prefill_buffer import Arena
+from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.probe import raise_by_probes
 
 # Each KV head's keys and values, float32 `[n, D]`; heads keep tokens of their own.
 Lanes = list[tuple[Tensor, Tensor]]

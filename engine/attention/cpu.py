@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.base import Decode
 from kvcache.kernels.page_table import BlockTables
 from kvcache.kernels.registry import compiled_kernels
-from kvcache.sequence_cache import SequenceCache
+from kvcache.sequence.full import SequenceCache
 
 
 class CPUAttention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Decode
-from kvcache.sequence_cache import SequenceCache
+from kvcache.sequence.full import SequenceCache
 
 
 class ReferenceAttention:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from kvcache.monitoring import LaneUsage
+from kvcache.sequence.lane_usage import LaneUsage
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from engine.attention.compressed import LayerPages, attend_aside, attend_chunk
 from engine.cache.base import Attend, LookAhead
+from engine.position_rebasing import StreamPositions, positions_left
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Sequence
-from engine.streaming import StreamPositions, positions_left
-from kvcache.arena import ArenaPool
-from kvcache.background import BackgroundCompressor
-from kvcache.compensation import compensation_weights, output_moments
-from kvcache.compressed_cache import CompressedCache
-from kvcache.compressed_layout import CompressedLayout
-from kvcache.compression import Compressor
-from kvcache.compressors.base import Scorer
-from kvcache.compressors.lane_shares import LaneShares
-from kvcache.compressors.registry import get_scorer
-from kvcache.frames import FramePool
+from kvcache.compress.background import BackgroundCompressor
+from kvcache.compress.compressor import Compressor
+from kvcache.compress.lane_shares import LaneShares
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
+from kvcache.pages.block_pool import FramePool
+from kvcache.pages.prefill_buffer import ArenaPool
+from kvcache.quantize.error_compensation import compensation_weights, output_moments
+from kvcache.scorers.base import Scorer
+from kvcache.scorers.registry import get_scorer
+from kvcache.sequence.compressed import CompressedCache
+from kvcache.sizes.compressed import CompressedLayout
 
 # In the last layer nobody wants what a prompt's tokens attend to, but for the scores of the keys; so there the last
 # LAST_LAYER_QUERIES of each LAST_LAYER_EVERY tokens attend, and the one that chooses (benchmarks/compression.md).

@@ -8,9 +8,9 @@ from engine.attention.cpu import attend_apart
 from engine.cache.base import Attend, LookAhead
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from kvcache.layout import CacheLayout
-from kvcache.pool import PagePool
-from kvcache.sequence_cache import SequenceCache, slot_mapping
+from kvcache.pages.page_pool import PagePool
+from kvcache.sequence.full import SequenceCache, slot_mapping
+from kvcache.sizes.full import CacheLayout
 
 
 class FullCache:

@@ -22,7 +22,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
             attention=config.attention,
         )
     from engine.cache.compressed import CompressedBackend
-    from engine.calibration import calibrate
+    from engine.head_calibration import calibrate
 
     if config.cache.quantises:
         model.rotate_heads()

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import reference as torch_twin
+from engine.kernels.int8 import Int8Weight
+from engine.kernels.packed import PackedWeight
+from engine.kernels.registry import float_panel, layer_kernels
 from engine.models.config import ModelConfig
-from engine.models.convert import rotate_values, to_int8
-from engine.models.passes import LayerPasses, Passes
+from engine.models.layers import LayerPasses, Passes
 from engine.models.rope import moved_keys, rope_tables
+from engine.models.weight_transforms import rotate_values, to_int8
 from engine.models.weights import Projection, Weights, load_weights
-from engine.native import torch_twin
-from engine.native.int8 import Int8Weight
-from engine.native.packed import PackedWeight
-from engine.native.registry import float_panel, layer_kernels
-from kvcache.quant import rotation
+from kvcache.quantize.pages import rotation
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]; q and k after qk-norm and rope
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -135,7 +135,7 @@ class Decoder:
     def _make_passes(self) -> LayerPasses:
         layers = self._weights.layers
         if self._kernels is not torch_twin:
-            from engine.native.compiled_passes import CompiledPasses, can_compile
+            from engine.models.compiled_layers import CompiledPasses, can_compile
 
             if can_compile(self.config, layers, is_rotated=self.is_rotated):
                 return CompiledPasses(self.config, layers, is_rotated=self.is_rotated)
@@ -155,7 +155,7 @@ def load_model(
 
     Args:
         weight_quant: `int8` keeps the layers' matrices in int8 and multiplies them by activations rounded to int8
-            (`engine.models.convert`); embedding, vocabulary and norms stay.
+            (`engine.models.weight_transforms`); embedding, vocabulary and norms stay.
 
     Raises:
         UnsupportedModelError: the engine cannot run it; the message names why.

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.kernels.int8 import Int8Weight
+from engine.kernels.packed import PackedWeight
 from engine.model_files import ADAPTER_FILE, described_stand_in, weight_files
 from engine.models.config import ModelConfig
-from engine.native.int8 import Int8Weight
-from engine.native.packed import PackedWeight
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 4096  # at once

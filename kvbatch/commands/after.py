@@ -6,8 +6,8 @@ import click
 
 from kvbatch.commands.common import guarded, print_json, say
 from kvbatch.errors import InputError
-from kvbatch.escapes import all_escaped
-from kvbatch.streams import outlets
+from kvbatch.progress.streams import outlets
+from kvbatch.text import all_escaped
 
 
 @click.command()
@@ -16,7 +16,7 @@ from kvbatch.streams import outlets
 @guarded
 def status(run_path: Path, as_json: bool) -> int:
     """Say what RUN is at: runs/<job> for the latest run, or runs/<job>/<run id>."""
-    from kvbatch.status import load_status, render_status
+    from kvbatch.report.status import load_status, render_status
 
     found = load_status(run_path)
     if as_json:
@@ -32,9 +32,9 @@ def status(run_path: Path, as_json: bool) -> int:
 @guarded
 def report(run_path: Path, as_json: bool) -> int:
     """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
-    from kvbatch.manifest import open_run
-    from kvbatch.page import write_page
-    from kvbatch.report import load_summary, render
+    from kvbatch.report.html import write_page
+    from kvbatch.report.summary import load_summary, render
+    from kvbatch.run_dir.manifest import open_run
 
     summary = load_summary(run_path, deep=True)
     if as_json:
@@ -55,8 +55,8 @@ def report(run_path: Path, as_json: bool) -> int:
 @guarded
 def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
     """Compare RUN_A and RUN_B row by row: memory, speed, answers, quality."""
-    from kvbatch.diff import compare, render_diff
-    from kvbatch.manifest import open_run
+    from kvbatch.report.diff import compare, render_diff
+    from kvbatch.run_dir.manifest import open_run
 
     found = compare(open_run(run_a), open_run(run_b))
     if as_json:
@@ -86,10 +86,10 @@ def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
 @guarded
 def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
     """Write the rows of RUN in another format, to stdout or a file."""
-    from kvbatch.export import export_rows
-    from kvbatch.manifest import open_run
-    from kvbatch.status import missing_rows
-    from kvbatch.writer import atomic_file
+    from kvbatch.atomic_file import atomic_file
+    from kvbatch.report.export import export_rows
+    from kvbatch.report.status import missing_rows
+    from kvbatch.run_dir.manifest import open_run
 
     run = open_run(run_path)
     if note := missing_rows(run):
@@ -109,8 +109,8 @@ def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
 @guarded
 def verify(run_path: Path, as_json: bool) -> int:
     """Read every file of RUN and hold it against what was written; exit 66 if one is missing or damaged."""
-    from kvbatch.verify import render_verified
-    from kvbatch.verify import verify as verified
+    from kvbatch.run_dir.verify import render_verified
+    from kvbatch.run_dir.verify import verify as verified
 
     found = verified(run_path)
     if as_json:

@@ -10,11 +10,11 @@ import click
 
 from kvbatch.commands.common import OVERRIDES, guarded, print_json
 from kvbatch.errors import JobFileError, LimitExceeded
-from kvbatch.escapes import escaped
-from kvbatch.streams import outlets
+from kvbatch.progress.streams import outlets
+from kvbatch.text import escaped
 
 if TYPE_CHECKING:
-    from kvbatch.job import Job, QualityGuardSection
+    from kvbatch.job_file.sections import Job, QualityGuardSection
 
 _SAMPLE = click.option(
     "--sample", type=click.IntRange(min=1), help="Rows to compare; as the job says, or 20."
@@ -23,7 +23,7 @@ _SAMPLE = click.option(
 
 def _limits(job: "Job", **given: Any) -> "QualityGuardSection":
     """Return the job's quality guard, or the default one, with what the command line changes."""
-    from kvbatch.job import QualityGuardSection
+    from kvbatch.job_file.sections import QualityGuardSection
 
     guard = job.quality_guard or QualityGuardSection()
     return guard.model_copy(update={name: value for name, value in given.items() if value is not None})
@@ -48,9 +48,9 @@ def plan(
     as_json: bool,
 ) -> int:
     """Say what the job of JOB_FILE will do, need and take; the next run uses this plan."""
-    from kvbatch.config import load_job
-    from kvbatch.planning import plan_job, render, to_json
-    from kvbatch.stop import stop_on_signals
+    from kvbatch.estimate.preview import plan_job, render, to_json
+    from kvbatch.job_file.load import load_job
+    from kvbatch.signals import stop_on_signals
 
     job = load_job(job_file, overrides)
     other = load_job(job_file, (*overrides, *what_if)) if what_if else None
@@ -71,10 +71,10 @@ def plan(
 @guarded
 def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_json: bool) -> int:
     """Compare the cache of JOB_FILE with the full one, on a sample of its rows; exit 65 over a limit."""
-    from kvbatch.config import load_job
-    from kvbatch.quality import QualitySample, judge
-    from kvbatch.run import opened_job
-    from kvbatch.stop import stop_on_signals
+    from kvbatch.estimate.quality import QualitySample, judge
+    from kvbatch.job_file.load import load_job
+    from kvbatch.opened_job import opened_job
+    from kvbatch.signals import stop_on_signals
 
     job = load_job(job_file, overrides)
     policy, limits = job.cache.policy, _limits(job, sample=sample)
@@ -109,10 +109,10 @@ def tune(
     **given: Any,
 ) -> int:
     """Find the cheapest cache that keeps the quality limits on a sample of the rows of JOB_FILE."""
-    from kvbatch import tune
-    from kvbatch.config import load_job
-    from kvbatch.run import opened_job
-    from kvbatch.stop import stop_on_signals
+    from kvbatch.estimate import tune
+    from kvbatch.job_file.load import load_job
+    from kvbatch.opened_job import opened_job
+    from kvbatch.signals import stop_on_signals
 
     job = load_job(job_file, overrides)
     limits = _limits(job, **given)
@@ -155,7 +155,7 @@ def inspect(
 ) -> int:
     """Show what would be read from INPUT..., without loading a model."""
     from kvbatch.corpus import InputSpec
-    from kvbatch.inspect import run_inspect
+    from kvbatch.corpus.inspect import run_inspect
 
     spec = InputSpec(paths=inputs, format=format_, id_column=id_column, text_column=text_column)
     with outlets() as out, out.raising():
@@ -167,7 +167,7 @@ def inspect(
 @guarded
 def schema(as_markdown: bool) -> int:
     """Print the JSON schema of job files, for editors to complete and check them by."""
-    from kvbatch.schema import json_schema, markdown
+    from kvbatch.job_file.reference import json_schema, markdown
 
     print(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
@@ -180,6 +180,6 @@ def schema(as_markdown: bool) -> int:
 @guarded
 def validate(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     """Check the job of JOB_FILE, its input, model and output; needs no GPU and no weights."""
-    from kvbatch.validate import run_validate
+    from kvbatch.commands.validate import run_validate
 
     return run_validate(job_file, overrides, as_json=as_json, out=sys.stdout)

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from kvbatch.errors import Interrupted, KvbatchError, fault, is_fault
-from kvbatch.escapes import escaped
-from kvbatch.stop import obey_signals
-from kvbatch.streams import Product, ReaderLeft, outlets
+from kvbatch.errors import Interrupted, KvbatchError, ReaderLeft, fault, is_fault
+from kvbatch.progress.streams import Product, outlets
+from kvbatch.signals import obey_signals
+from kvbatch.text import escaped
 
 _PATIENCE_S = 10.0  # with a reader of a job's summary
 

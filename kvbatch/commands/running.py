@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvbatch.commands.common import OVERRIDES, guarded_job, say
-from kvbatch.escapes import escaped
+from kvbatch.text import escaped
 
 if TYPE_CHECKING:
-    from kvbatch.job import Job
-    from kvbatch.manifest import RunDirectory
+    from kvbatch.job_file.sections import Job
+    from kvbatch.run_dir.manifest import RunDirectory
 
 
 class _Parsed(click.ParamType):
@@ -40,20 +40,20 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         OVERRIDES,
         click.option(
             "--if-locked",
-            type=_Parsed("kvbatch.lock", "IfLocked.parse"),
+            type=_Parsed("kvbatch.run_dir.lock", "IfLocked.parse"),
             default="fail",
             metavar="fail|skip|wait:SECONDS",
             help="What to do while another process runs the job: exit 75 (fail), exit 0 (skip), wait.",
         ),
         click.option(
             "--deadline",
-            type=_Parsed("kvbatch.stop", "seconds_until"),
+            type=_Parsed("kvbatch.signals", "seconds_until"),
             metavar="HH:MM",
             help="Stop at this time of the local clock, exit 75.",
         ),
         click.option(
             "--max-runtime",
-            type=_Parsed("kvbatch.stop", "parse_duration"),
+            type=_Parsed("kvbatch.signals", "parse_duration"),
             metavar="5h",
             help="Stop after this time, exit 75.",
         ),
@@ -75,9 +75,9 @@ def _run(
     Args:
         nothing: what to say of a run that leaves nothing to do.
     """
-    from kvbatch.ending import told
-    from kvbatch.run import run_job
-    from kvbatch.stop import stop_on_signals
+    from kvbatch.report.exit_line import told
+    from kvbatch.run.entry import run_job
+    from kvbatch.signals import stop_on_signals
 
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
     stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
@@ -99,7 +99,7 @@ def _run(
 @guarded_job
 def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Run the job of JOB_FILE, or go on with its latest run if that was stopped."""
-    from kvbatch.config import load_job
+    from kvbatch.job_file.load import load_job
 
     nothing = (
         "Nothing new: job, model and input are those of the run in {run}.\n"
@@ -127,8 +127,8 @@ def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
 
 def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
     """Return the job that a run keeps; raises as `load_job`, and `InputError` if that is damaged."""
-    from kvbatch.config import load_job
-    from kvbatch.manifest import check_job_file
+    from kvbatch.job_file.load import load_job
+    from kvbatch.run_dir.manifest import check_job_file
 
     check_job_file(run)
     return load_job(run.job_file, overrides)
@@ -136,10 +136,10 @@ def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
 
 def _opened(run_path: Path) -> "RunDirectory":
     """Return the run that a path names, from where it began; if there is none, tell that on stdout too."""
-    from kvbatch.ending import told
     from kvbatch.errors import KvbatchError
-    from kvbatch.manifest import open_run
-    from kvbatch.working_directory import enter_working_directory
+    from kvbatch.report.exit_line import told
+    from kvbatch.run_dir.manifest import open_run
+    from kvbatch.run_dir.working_directory import enter_working_directory
 
     try:
         run, note = enter_working_directory(open_run(run_path))
@@ -192,7 +192,7 @@ def retry(
     **options: Any,
 ) -> int:
     """Do some rows of RUN again, in a new run that carries the others over."""
-    from kvbatch.carry import Carry
+    from kvbatch.run_dir.reuse import Carry
 
     found = _opened(run_path)
     more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)

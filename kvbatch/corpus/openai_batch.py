@@ -4,11 +4,11 @@ https://platform.openai.com/docs/guides/batch
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbatch.chat_template import check_arguments
 from kvbatch.corpus.json_values import BadRecord
 
 ID_NAME = "custom_id"
@@ -129,3 +129,27 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 def _check(holds: bool, key: str, problem: str) -> None:
     if not holds:
         raise BadRecord("bad_request", f"body.{key} {problem}")
+
+
+# What transformers' `apply_chat_template` or the template itself takes under these names; the rest is the user's.
+_RESERVED = re.compile(
+    "conversations?|messages|tools|documents|chat_template|add_generation_prompt|continue_final_message|tokenize"
+    "|sanitize_control_tokens|padding|truncation|max_length|return_(tensors|dict|assistant_tokens_mask)"
+    "|tokenizer_kwargs|strftime_now|raise_exception|namespace|range|dict|(bos|eos|unk|sep|pad|cls|mask)_token"
+    "|additional_special_tokens"
+)
+
+
+def check_arguments(arguments: Mapping[str, Any], key: str) -> None:
+    """Prove that a chat template may be given these arguments.
+
+    Raises:
+        ValueError: A name has another meaning, or a number is none; it is named after `key`.
+    """
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"{key}: its numbers must be finite") from None
+    for name in arguments:
+        if _RESERVED.fullmatch(name):
+            raise ValueError(f"{key}.{name} is set by kvbatch and cannot be an argument; leave it out")

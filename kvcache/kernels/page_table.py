@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvcache.page_format import PageFormat
+from kvcache.sizes.page_format import PageFormat
 
 # A sequence's lists of pages: format, addresses `[lanes, pages]`, valid slots of each page `[lanes, pages]`.
 PageLists = Sequence[tuple[PageFormat, Tensor, Tensor]]

@@ -16,6 +16,6 @@ def compiled_kernels(head_dim: int) -> ModuleType | None:
 
 def cpu_kernels(head_dim: int) -> ModuleType:
     """Return the compiled kernels where they are, else `torch_twin`, which has the same functions."""
-    from kvcache.kernels import torch_twin
+    from kvcache.kernels import reference as torch_twin
 
     return compiled_kernels(head_dim) or torch_twin

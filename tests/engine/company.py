@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.native import ops
+from engine.kernels import ops
 
 rows_are_alike = pytest.mark.skipif(
     ops.library() is None or not ops.float_panel(),

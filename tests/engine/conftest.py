@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcache.frames import PageStore
-from kvcache.page_format import UNIT_BYTES
+from kvcache.pages.block_pool import PageStore
+from kvcache.sizes.page_format import UNIT_BYTES
 
 
 @pytest.fixture

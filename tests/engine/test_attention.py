@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import get_backend
-from kvcache.layout import CacheLayout
-from kvcache.pool import PagePool
-from kvcache.sequence_cache import SequenceCache, slot_mapping
+from kvcache.pages.page_pool import PagePool
+from kvcache.sequence.full import SequenceCache, slot_mapping
+from kvcache.sizes.full import CacheLayout
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.errors import BudgetError
 from engine.memory import available_bytes, parse_budget, resolve_budget
 from engine.models.config import ModelConfig
-from kvcache.pool import PagePool
+from kvcache.pages.page_pool import PagePool
 from tests.engine.models.tiny_models import save_tiny_model
 
 

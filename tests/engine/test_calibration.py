@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from engine import calibration
-from engine.calibration import NUM_TOKENS, calibrate
+from engine import head_calibration as calibration
+from engine.head_calibration import NUM_TOKENS, calibrate
 from engine.models import load_model
-from kvcache.compressors.lane_shares import LaneShares
+from kvcache.compress.lane_shares import LaneShares
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 
 SHAPE = {"max_position_embeddings": 700}

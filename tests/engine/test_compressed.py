@@ -10,7 +10,7 @@ import torch
 from engine import LLM, EngineConfig, Request
 from engine.errors import BudgetError
 from engine.models import load_model
-from kvcache import compression
+from kvcache.compress import compressor as compression
 from kvcache.config import KVCacheConfig, Tier
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model

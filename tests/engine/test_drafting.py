@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine import LLM, EngineConfig, Request, SamplingParams
-from engine.drafting import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter, Gate, Lookup
 from engine.models import load_model
+from engine.prompt_lookup import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter, Gate, Lookup
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.config import KVCacheConfig, Tier

@@ -11,7 +11,7 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.forecast import PlannedRow, forecast
 from engine.models import load_model
 from kvcache.config import KVCacheConfig
-from kvcache.expected_pages import expected_pages
+from kvcache.sizes.expected import expected_pages
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import as_text
 

@@ -7,9 +7,9 @@ import torch
 
 from engine import LLM, Request
 from engine.models import load_model
-from kvcache.compressed_cache import ATTENDED_FACTOR
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import LanePages
+from kvcache.sequence.compressed import ATTENDED_FACTOR
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import make_llm, tokens

@@ -12,10 +12,10 @@ from engine import LLM, EngineConfig, Request
 from engine.models import load_model
 from engine.monitoring import MAX_SAMPLES, Monitor
 from engine.scheduler import StepPlan
-from kvcache.compressed_cache import CompressedCache
 from kvcache.config import KVCacheConfig, Tier
-from kvcache.frames import pages_per_frame
 from kvcache.kernels.page_table import PageTable
+from kvcache.pages.block_pool import pages_per_frame
+from kvcache.sequence.compressed import CompressedCache
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts, run
 

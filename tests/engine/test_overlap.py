@@ -12,9 +12,9 @@ from engine import EngineConfig, Request
 from engine.budget import divide_budget
 from engine.models import load_model
 from engine.overlap import overlaps_compression
-from kvcache.background import BackgroundCompressor
-from kvcache.compressed_cache import CompressedCache
-from kvcache.compression import Compressor
+from kvcache.compress.background import BackgroundCompressor
+from kvcache.compress.compressor import Compressor
+from kvcache.sequence.compressed import CompressedCache
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import LOSSY, make_llm, tokens
 from tests.engine.test_llm import GREEDY, prompts

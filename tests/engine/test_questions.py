@@ -7,8 +7,8 @@ import torch
 
 from engine import Request
 from engine.models import load_model
-from kvcache.compressed_layout import CompressedLayout
 from kvcache.config import KVCacheConfig, Tier
+from kvcache.sizes.compressed import CompressedLayout
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_compressed import LOSSY, make_llm, tokens

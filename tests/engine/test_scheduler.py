@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, chunk_size, plan_chunks
 from engine.sequence import Sequence
-from kvcache.layout import CacheLayout
-from kvcache.pool import PagePool
-from kvcache.sequence_cache import SequenceCache
+from kvcache.pages.page_pool import PagePool
+from kvcache.sequence.full import SequenceCache
+from kvcache.sizes.full import CacheLayout
 
 LAYOUT = CacheLayout(num_layers=1, num_kv_heads=2, head_dim=1, element_bytes=4, page_tokens=8)
 

@@ -8,7 +8,7 @@ import torch
 
 from engine import Request
 from engine.models import load_model
-from engine.streaming import StreamPositions
+from engine.position_rebasing import StreamPositions
 from engine.teacher_forcing import reading
 from kvcache.config import KVCacheConfig, Tier
 from tests.engine.company import rows_are_alike

@@ -101,18 +101,19 @@ def job_file(tmp_path, tiny_model, monkeypatch):
 @pytest.fixture
 def ran(job_file, monkeypatch):
     """A job that ran, with an engine without a model and a quality that needs none."""
-    from kvbatch import planning
+    from kvbatch.estimate import preview as planning
     from tests.kvbatch.fakes import Backwards
     from tests.kvbatch.streams import code_with, make_stream, opened
 
     assert planning.opened_job  # its own: a plan needs the model's tokenizer
-    monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Backwards())
-    monkeypatch.setattr("kvbatch.run.opened_job", opened)
+    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards())
+    monkeypatch.setattr("kvbatch.run.entry.opened_job", opened)
     row = {"row_id": "0", "policy": "job", "error": None, "nll_delta": 0.0, "kl": 0.0, "top1_agreement": 1.0}
     row["kv_kept_ratio"] = 0.5
-    monkeypatch.setattr("kvbatch.quality.QualitySample.__init__", lambda *_: None)
+    monkeypatch.setattr("kvbatch.estimate.quality.QualitySample.__init__", lambda *_: None)
     monkeypatch.setattr(
-        "kvbatch.quality.QualitySample.compare", lambda _, names: [row | {"policy": name} for name in names]
+        "kvbatch.estimate.quality.QualitySample.compare",
+        lambda _, names: [row | {"policy": name} for name in names],
     )
     job_file([{"id": n, "text": "fox"} for n in range(3)])
     assert code_with(monkeypatch, ["run", "job.yaml"], make_stream("whole"), make_stream("whole")) == 0

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbatch import writer
+from kvbatch import atomic_file as writer
 from kvbatch.cli import cli
-from kvbatch.wal import WriteAheadFile
+from kvbatch.run_dir.wal import WriteAheadFile
 
 # A server that has imported what a job needs and forks once a job: importing torch takes longer than the job.
 _HEAVY = [
@@ -16,8 +16,8 @@ _HEAVY = [
     "torch",
     "transformers",
     "polars",
-    "kvbatch.report",
-    "kvbatch.run",
+    "kvbatch.report.summary",
+    "kvbatch.run.entry",
     "engine.llm",
 ]
 

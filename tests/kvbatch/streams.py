@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kvbatch.cli import invoke
-from kvbatch.progress import Progress
+from kvbatch.progress.display import Progress
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/test"

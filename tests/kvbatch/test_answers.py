@@ -8,11 +8,12 @@ import jsonschema
 import polars as pl
 import pytest
 
-from kvbatch.answer_schema import SchemaJudge, check_schema
-from kvbatch.config import load_job
 from kvbatch.errors import JobFileError
-from kvbatch.job import LongDocumentSection
-from kvbatch.run import opened_job, run_job
+from kvbatch.job_file.answer_schema import SchemaJudge, check_schema
+from kvbatch.job_file.load import load_job
+from kvbatch.job_file.sections import LongDocumentSection
+from kvbatch.opened_job import opened_job
+from kvbatch.run.entry import run_job
 from tests.kvbatch.fakes import Backwards
 
 SCHEMA = {

@@ -9,11 +9,11 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from kvbatch.carry import Carry
 from kvbatch.cli import cli
 from kvbatch.errors import JobChanged
-from kvbatch.manifest import open_run
-from kvbatch.report import load_summary
+from kvbatch.report.summary import load_summary
+from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.reuse import Carry
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_run import output, run
 
@@ -164,7 +164,7 @@ def test_retry_does_the_failed_rows_again_and_carries_the_rest(job_file, monkeyp
     )
     first = run(path, make_llm=lambda *_: Fake(fail=(2, 5), name="first")).run
     engine = Fake(name="again")
-    monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: engine)
+    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: engine)
     done = CliRunner().invoke(cli, ["retry", "runs/test", "--status", "error", "--max-new-tokens", "3"])
     assert done.exit_code == 0, done.output
     assert engine.done == [2, 5] and engine.requests[0].sampling.max_new_tokens == 3

@@ -10,17 +10,17 @@ import polars as pl
 import pytest
 import yaml
 
-from kvbatch.carry import Carry
-from kvbatch.chat_template import ChatTemplate
-from kvbatch.config import load_job
+from kvbatch.commands.validate import findings_of
 from kvbatch.errors import JobChanged, JobFileError
-from kvbatch.job import PromptSection
-from kvbatch.manifest import open_run
-from kvbatch.plan import read_plan
-from kvbatch.planning import plan_job
-from kvbatch.prompt import PromptBuilder
-from kvbatch.run import run_job
-from kvbatch.validate import findings_of
+from kvbatch.estimate.preview import plan_job
+from kvbatch.job_file.load import load_job
+from kvbatch.job_file.sections import PromptSection
+from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.chat_template import ChatTemplate
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.plan_file import read_plan
+from kvbatch.run_dir.reuse import Carry
 from tests.kvbatch.conftest import CHAT_TEMPLATE
 from tests.kvbatch.fakes import Backwards
 
@@ -46,7 +46,7 @@ class Stopped(Backwards):
 @pytest.fixture
 def at(monkeypatch):
     """Set the clock of this process."""
-    return lambda time: monkeypatch.setattr("kvbatch.job_runner.now", lambda: datetime.fromisoformat(time))
+    return lambda time: monkeypatch.setattr("kvbatch.opened_job.now", lambda: datetime.fromisoformat(time))
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_rendered_otherwise_is_refused_by_name(write, at, monke
     run(path, engine=Stopped(2))
     at(LATER)
     with monkeypatch.context() as patch:
-        patch.setattr("kvbatch.job_runner.prompt_time", lambda manifest: None)
+        patch.setattr("kvbatch.opened_job.prompt_time", lambda manifest: None)
         with pytest.raises(JobChanged, match="rendered chat template: "):
             run(path)
 
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_rendered_otherwise_is_refused_by_name(write, at, monke
         for rows in read_plan(planned.path):
             yield [row | {"prompt_tokens": row["prompt_tokens"] + 1} for row in rows]
 
-    monkeypatch.setattr("kvbatch.shard_loop.planned_shards", longer)
+    monkeypatch.setattr("kvbatch.run.shard_loop.planned_shards", longer)
     with pytest.raises(JobChanged, match="the prompt of row 'r.' has .* by the plan"):
         run(path)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvbatch.cleaning import clean
+from kvbatch.prompts.cleaning import clean
 
 BASE64 = "iVBORw0KGgo4" * 40
 FLAG = "\U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f"

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kvbatch import errors
 from kvbatch.cli import cli
-from kvbatch.stop import stop_on_signals
+from kvbatch.signals import stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "polars")
@@ -83,7 +83,7 @@ def test_exit_codes(error, code, job_file, monkeypatch):
     def fail(*args, **kwargs):
         raise error("what went wrong")
 
-    monkeypatch.setattr("kvbatch.run.run_job", fail)
+    monkeypatch.setattr("kvbatch.run.entry.run_job", fail)
     result = CliRunner().invoke(cli, ["run", str(job_file([]))])
     assert result.exit_code == code
     # what a library or a fault of ours says may quote a document

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbatch.config import load_job, to_yaml
 from kvbatch.errors import JobFileError
-from kvbatch.fingerprint import config_hash
+from kvbatch.job_file.load import load_job, to_yaml
+from kvbatch.run_dir.fingerprint import config_hash
 
 # Eight times eight times … eight items.
 ALIASES = ", ".join(f"&{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 8)}]" for n in range(8))

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.manifest import open_run
-from kvbatch.verify import find_problems
+from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.verify import find_problems
 from tests.kvbatch.fakes import Backwards
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 5 % 7)} for n in range(9)]
@@ -84,7 +84,7 @@ class Bench:
 
     def __init__(self, job_file, monkeypatch, is_exhaustive, **sections):
         self.path, self.engine = job_file(RECORDS, output={"shard_rows": 3}, **sections), Echo()
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: self.engine)
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: self.engine)
         self.is_exhaustive = is_exhaustive
         self.truth, self.is_done = None, False
 

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from kvbatch.atomic_file import write_table
 from kvbatch.cli import cli
-from kvbatch.commit import commit_shard
-from kvbatch.config import load_job
 from kvbatch.corpus.openai_batch import parse_body
-from kvbatch.export import export_rows
-from kvbatch.manifest import RunDirectory
-from kvbatch.run import run_job
-from kvbatch.writer import write_table
+from kvbatch.job_file.load import load_job
+from kvbatch.report.export import export_rows
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.commit import commit_shard
+from kvbatch.run_dir.manifest import RunDirectory
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (3 + n), "n": n} for n in range(6)]
 
@@ -152,7 +152,7 @@ def test_a_spreadsheet_runs_no_cell(monkeypatch):
         ["=1"],
     ]
     row = {f"={n}": value for n, value in enumerate(formulas)} | dict(enumerate(harmless))
-    monkeypatch.setattr("kvbatch.export._rows", lambda _: [row])
+    monkeypatch.setattr("kvbatch.report.export._rows", lambda _: [row])
 
     def cells(**how):
         out = io.BytesIO()

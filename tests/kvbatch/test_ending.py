@@ -18,7 +18,7 @@ def kvbatch(monkeypatch):
     """Run the command line on an engine without a model; returns exit code, told facts, and stdout."""
 
     def invoke(*arguments, fail=()):
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Backwards(fail))
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards(fail))
         done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
         return done.exit_code, json.loads(done.stdout.splitlines()[-1]), done.stdout
 

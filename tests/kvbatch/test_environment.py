@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.config import load_job, to_yaml
-from kvbatch.environment import KEY_FILE, Environment, without_credentials
 from kvbatch.errors import JobChanged, JobFileError
-from kvbatch.planning import plan_job
-from kvbatch.run import run_job
+from kvbatch.estimate.preview import plan_job
+from kvbatch.job_file.environment import KEY_FILE, Environment, without_credentials
+from kvbatch.job_file.load import load_job, to_yaml
+from kvbatch.run.entry import run_job
 from tests.kvbatch.fakes import Backwards
 
 SECRET = "hush-4711"
@@ -30,7 +30,7 @@ class Stopped(Backwards):
 def path(job_file, monkeypatch):
     monkeypatch.setenv("KVB_TOKEN", SECRET)
     monkeypatch.setenv("KVB_ROWS", "in.jsonl")
-    monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Backwards())
+    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards())
     return job_file(
         ROWS,
         input={"path": "${KVB_ROWS}", "where": "lang != '${KVB_TOKEN}'", "incremental": True},

@@ -13,7 +13,7 @@ RAW = [char for char in EVIL if char not in "\n\t" and not 31 < ord(char) < 127]
 
 
 def test_no_terminal_gets_a_control_character(job_file, monkeypatch):
-    monkeypatch.setattr("kvbatch.run.opened_job", opened)
+    monkeypatch.setattr("kvbatch.run.entry.opened_job", opened)
     name = f"{EVIL}.jsonl"
     path = str(job_file([]))
     rows = [{"id": f"{EVIL}{n}", "text": "fox"} for n in range(3)] + ['{"id": "\\u001b[1m", "text": 1}']
@@ -33,7 +33,7 @@ def test_no_terminal_gets_a_control_character(job_file, monkeypatch):
 
     settings = ["-s", f"input.path={json.dumps(name)}", "-s", f"prompt.system={json.dumps(EVIL)}"]
     for fail in ((), (0, 1)):
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_, fail=fail: Backwards(fail))
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_, fail=fail: Backwards(fail))
         assert told_by("run", path, "--new-run", *settings) == 0
     one, other = sorted(str(run) for run in Path(RUN).glob("2*"))
     assert told_by("inspect", name) == told_by("inspect", name, "--json") == 0
@@ -54,7 +54,7 @@ def test_no_terminal_gets_a_control_character(job_file, monkeypatch):
 
 
 def test_a_terminal_shows_the_control_characters_of_csv(ran, monkeypatch):
-    monkeypatch.setattr("kvbatch.export._rows", lambda _: [{"id": EVIL}])
+    monkeypatch.setattr("kvbatch.report.export._rows", lambda _: [{"id": EVIL}])
     leader, follower = pty.openpty()
     with open(follower, "w") as terminal:
         assert code_with(monkeypatch, ["export", RUN, "--format", "csv"], terminal, terminal) == 0

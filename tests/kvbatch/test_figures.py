@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.config import load_job
 from kvbatch.errors import LimitExceeded
-from kvbatch.manifest import open_run
-from kvbatch.report import load_summary, render
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.report.summary import load_summary, render
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.manifest import open_run
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 
@@ -52,7 +52,7 @@ def compressible(tmp_path, tiny_model):
     ids=["full", "compressed-streamed", "compressed-questions-split", "split"],
 )
 def test_no_figure_contradicts_another(job_file, compressible, monkeypatch, sections):
-    monkeypatch.setattr("kvbatch.page.write_page", lambda *_: None)  # which takes longer than the run
+    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)  # which takes longer than the run
     records = [{"id": n, "text": LINES[: 60 + 150 * n]} for n in range(6)] + [{"id": "long", "text": LINES}]
     path = job_file(
         records, model=compressible, **{"prompt": {"template": INSTRUCTION + "{text}"}} | sections
@@ -101,7 +101,7 @@ class Ending(Backwards):
 
 def test_cut_answers_are_counted_first_and_with_what_to_do(job_file, monkeypatch):
     path = job_file([{"id": n, "text": "fox"} for n in range(13)], output={"metrics": "test.prom"})
-    monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Ending("stop", *["length"] * 12))
+    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Ending("stop", *["length"] * 12))
     done = CliRunner().invoke(cli, ["run", str(path)])
     found = open_run(Path("runs/test"))
     lines, told = done.stdout.splitlines(), json.loads(done.stdout.splitlines()[-1])

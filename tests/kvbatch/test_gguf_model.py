@@ -13,8 +13,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvbatch.errors import ModelUnavailable
-from kvbatch.gguf_model import convert_gguf
-from kvbatch.model_source import describe_model_files, resolve_model
+from kvbatch.model.gguf import convert_gguf
+from kvbatch.model.source import describe_model_files, resolve_model
 from tests.engine.models.tiny_models import tiny_model
 
 NAMES = {

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbatch.corpus import InputSpec
-from kvbatch.inspect import run_inspect
+from kvbatch.corpus.inspect import run_inspect
 
 
 def inspect(*paths, as_json=True, **options):
@@ -87,7 +87,7 @@ def test_no_model_library_is_loaded(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "t"}\n')
     program = (
-        "import sys; from kvbatch.corpus import InputSpec; from kvbatch.inspect import run_inspect;"
+        "import sys; from kvbatch.corpus import InputSpec; from kvbatch.corpus.inspect import run_inspect;"
         "run_inspect(InputSpec((sys.argv[1],)), as_json=True, out=sys.stdout, err=sys.stderr);"
         "sys.exit(sorted({'torch', 'transformers', 'polars'} & set(sys.modules)) or 0)"
     )

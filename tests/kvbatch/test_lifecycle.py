@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.config import load_job
 from kvbatch.errors import KvbatchError, ModelUnavailable
-from kvbatch.job_runner import JobRunner
-from kvbatch.manifest import open_run
-from kvbatch.run import run_job
-from kvbatch.status import load_status
+from kvbatch.job_file.load import load_job
+from kvbatch.opened_job import JobRunner
+from kvbatch.report.status import load_status
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_resume import Stopping
 
@@ -26,7 +26,7 @@ def kvbatch(monkeypatch):
     """Run the command line on an engine without a model."""
 
     def invoke(*arguments, engine=Backwards):
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: engine())
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: engine())
         return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
     return invoke
@@ -46,7 +46,7 @@ def tree(path=HOME):
 
 
 def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
-    monkeypatch.setattr("kvbatch.page.write_page", lambda *_: None)
+    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)
     path = job_file(RECORDS, output={"shard_rows": 4})
     run(path)
     assert kvbatch("plan", path).exit_code == 0
@@ -84,7 +84,7 @@ def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
 
 
 def test_a_run_that_is_planned_is_seen_and_what_a_kill_leaves_of_it_is_cleared(job_file, monkeypatch):
-    monkeypatch.setattr("kvbatch.page.write_page", lambda *_: None)
+    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)
     path = job_file(RECORDS)
     complete = run(path)
     make_plan, seen = JobRunner.make_plan, []
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_before_latest_moved_is_the_latest(job_file, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("kvbatch.run.point_latest", killed)
+        patch.setattr("kvbatch.run.entry.point_latest", killed)
         run(path, new_run=True)
     assert (HOME / "latest").resolve().name == first.run_id
     stranded = open_run(HOME)

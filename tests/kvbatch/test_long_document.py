@@ -7,12 +7,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvbatch.config import load_job
 from kvbatch.errors import JobFileError
-from kvbatch.long_document import LongDocuments, group_answers
-from kvbatch.prompt import PromptBuilder
-from kvbatch.report import load_summary, render
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.long_document import LongDocuments, group_answers
+from kvbatch.report.summary import load_summary, render
+from kvbatch.run.entry import run_job
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbatch import model_source, model_wheels
 from kvbatch.errors import ModelUnavailable
-from kvbatch.file_hashes import FileHashes
-from kvbatch.model_source import describe_model_files, is_same_model, resolve_model
+from kvbatch.model import source as model_source
+from kvbatch.model import wheels as model_wheels
+from kvbatch.model.file_hashes import FileHashes
+from kvbatch.model.source import describe_model_files, is_same_model, resolve_model
 
 
 def model_directory(path: Path) -> Path:
@@ -67,7 +68,7 @@ def test_hash_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "hashes").exists()  # an edit in the same tick of the clock would not show
     assert later.of([file]) == right
     with monkeypatch.context() as patch:
-        patch.setattr("kvbatch.file_hashes.sha256_of", None)  # calling it now would fail
+        patch.setattr("kvbatch.model.file_hashes.sha256_of", None)  # calling it now would fail
         assert later.of([file]) == right
     (entry,) = (tmp_path / "hashes").iterdir()
     whole = entry.read_text()
@@ -307,7 +308,7 @@ def test_package_that_is_not_there_gives_a_remedy(tmp_path: Path, monkeypatch: p
 def test_cached_model_resolves_without_torch(tmp_path: Path) -> None:
     model_directory(tmp_path / "m")
     code = (
-        "import sys; from kvbatch.model_source import resolve_model; resolve_model(sys.argv[1]); "
+        "import sys; from kvbatch.model.source import resolve_model; resolve_model(sys.argv[1]); "
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], check=True)

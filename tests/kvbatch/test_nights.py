@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.manifest import open_run
+from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 
 
@@ -19,7 +19,7 @@ def kvbatch(monkeypatch):
     """Run the command line on an engine without a model; returns exit code, told facts, stdout and stderr."""
 
     def invoke(*arguments):
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Backwards())
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards())
         done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
         return done.exit_code, json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
@@ -74,7 +74,7 @@ def test_a_panic_of_a_library_is_an_error_like_another(job_file, kvbatch, monkey
         raise PanicException("memory, and a piece of a document")
 
     path = job_file([{"id": "a", "text": "fox"}])
-    monkeypatch.setattr("kvbatch.report.summarise", panic)
+    monkeypatch.setattr("kvbatch.report.summary.summarise", panic)
     code, told, _, stderr = kvbatch("run", path)
     assert (code, told["status"]) == (70, "failed") and "PanicException at test_nights.py" in stderr
     assert "a piece" not in stderr + json.dumps(told)

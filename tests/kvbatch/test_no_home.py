@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbatch import precision
-from kvbatch.config import load_job
 from kvbatch.errors import ModelUnavailable
-from kvbatch.model_source import resolve_model
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.model import precision
+from kvbatch.model.source import resolve_model
+from kvbatch.run.entry import run_job
 from kvcache.user_cache import user_cache
 from tests.kvbatch.fakes import Backwards
 

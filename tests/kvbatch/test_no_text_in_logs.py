@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.corpus import Corpus, InputSpec
 from kvbatch.errors import InputError
-from kvbatch.manifest import open_run
+from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 
 SECRET = "Geheimnis"
@@ -51,7 +51,7 @@ def said(monkeypatch, caplog):
     """Run a command; return its exit code and all that it said: terminal, log, page."""
 
     def invoke(*arguments, fail=()):
-        monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Quoting(fail))
+        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Quoting(fail))
         done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
         texts = [done.stdout, done.stderr, caplog.text, repr(done.exception)]
         if Path("runs/test/latest").exists():
@@ -122,6 +122,6 @@ def test_an_error_of_the_program_is_named_without_its_message(job_file, said, mo
     def broken(document, columns):
         raise ValueError(f"cannot hash {document.text}")
 
-    monkeypatch.setattr("kvbatch.plan.prompt_content", broken)
+    monkeypatch.setattr("kvbatch.plan.planner.prompt_content", broken)
     exit_code, text = said("run", path)
     assert exit_code == 70 and "ValueError at test_no_text_in_logs.py" in text and SECRET not in text

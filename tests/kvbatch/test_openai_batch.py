@@ -6,12 +6,12 @@ import polars as pl
 import pytest
 import yaml
 
-from kvbatch.chat_prompt import ChatPromptBuilder
-from kvbatch.config import load_job
 from kvbatch.corpus import Document
 from kvbatch.errors import JobFileError
-from kvbatch.job import GenerationSection, LongDocumentSection
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.job_file.sections import GenerationSection, LongDocumentSection
+from kvbatch.prompts.chat import ChatPromptBuilder
+from kvbatch.run.entry import run_job
 
 
 def request(custom_id="a", *, messages=None, **body):

@@ -6,12 +6,13 @@ import polars as pl
 import pytest
 
 from engine.budget import Budget
-from kvbatch.config import load_job
-from kvbatch.plan import Planner, read_plan
-from kvbatch.prompt import PromptBuilder
-from kvcache.compressed_layout import CompressedLayout
+from kvbatch.job_file.load import load_job
+from kvbatch.plan.planner import Planner
+from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.run_dir.plan_file import read_plan
 from kvcache.config import KVCacheConfig
-from kvcache.layout import CacheLayout
+from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.full import CacheLayout
 
 LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=8, element_bytes=4, page_tokens=16)
 

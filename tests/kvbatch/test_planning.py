@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from engine.budget import Budget
 from engine.forecast import Forecast, PlannedRow, SpeedFit, forecast
-from kvbatch import planning
 from kvbatch.cli import cli
-from kvbatch.manifest import RunDirectory
-from kvbatch.tokens import PieceTokenizer
-from kvcache.layout import CacheLayout
+from kvbatch.estimate import preview as planning
+from kvbatch.prompts.tokenizer import PieceTokenizer
+from kvbatch.run_dir.manifest import RunDirectory
+from kvcache.sizes.full import CacheLayout
 
 
 def documents(count: int, seed: int = 5) -> list[dict]:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from kvbatch import precision
-from kvbatch.config import load_job
-from kvbatch.manifest import RunDirectory, open_run
-from kvbatch.precision import choose_precision
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.model import precision
+from kvbatch.model.precision import choose_precision
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.manifest import RunDirectory, open_run
 from tests.kvbatch.fakes import Backwards
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvbatch.errors import JobFileError
-from kvbatch.job import LongDocumentSection, PromptSection
-from kvbatch.prompt import PromptBuilder
+from kvbatch.job_file.sections import LongDocumentSection, PromptSection
+from kvbatch.prompts.builder import PromptBuilder
 
 ERROR = LongDocumentSection()
 
@@ -132,7 +132,7 @@ def test_a_very_long_text_is_tokenised_in_pieces(tokenizer, monkeypatch):
     limits = [10_000, 300]
     whole = [builder.build(document, limit, truncate("middle")) for limit in limits]
     for name, value in (("WHOLE_CHARS", 200), ("PIECE_CHARS", 101), ("SPACE_CHARS", 20)):
-        monkeypatch.setattr(f"kvbatch.tokens.{name}", value)
+        monkeypatch.setattr(f"kvbatch.prompts.tokenizer.{name}", value)
     assert [builder.build(document, limit, truncate("middle")) for limit in limits] == whole
     assert whole[1].outcome == "truncated"
 

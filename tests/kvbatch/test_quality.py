@@ -14,12 +14,13 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import load_model
 from engine.teacher_forcing import answer, drift, reading
 from kvbatch.cli import cli
-from kvbatch.config import load_job
 from kvbatch.errors import LimitExceeded
-from kvbatch.manifest import open_run
-from kvbatch.quality import sample_requests
-from kvbatch.run import opened_job, run_job
-from kvbatch.tune import CANDIDATES
+from kvbatch.estimate.sample import sample_requests
+from kvbatch.estimate.tune import CANDIDATES
+from kvbatch.job_file.load import load_job
+from kvbatch.opened_job import opened_job
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.manifest import open_run
 from kvcache.config import KVCacheConfig
 from tests.engine.models.tiny_models import save_tiny_model
 

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 
 from engine.runner import Runner
 from kvbatch.cli import cli
-from kvbatch.commit import committed_files, finished_rows
-from kvbatch.config import load_job
 from kvbatch.errors import Interrupted, JobChanged, OutputError, Skipped
-from kvbatch.lock import Holder, IfLocked, job_lock, lock_holder
-from kvbatch.manifest import RunDirectory, open_run
-from kvbatch.run import run_job
-from kvbatch.shard import OUTPUT_FIELDS
-from kvbatch.stop import Stopper, parse_duration, seconds_until, stop_on_signals
-from kvbatch.wal import WriteAheadFile, read_rows
+from kvbatch.job_file.load import load_job
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.commit import committed_files, finished_rows
+from kvbatch.run_dir.lock import Holder, IfLocked, job_lock, lock_holder
+from kvbatch.run_dir.manifest import RunDirectory, open_run
+from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
+from kvbatch.run_dir.wal import WriteAheadFile, read_rows
+from kvbatch.signals import Stopper, parse_duration, seconds_until, stop_on_signals
 from tests.kvbatch.crash import at_step, run_and_kill
 from tests.kvbatch.fakes import Backwards
 

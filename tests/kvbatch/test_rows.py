@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvbatch.errors import LimitExceeded
-from kvbatch.manifest import open_run
-from kvbatch.report import load_summary, render
-from kvbatch.unique_ids import UniqueIds
+from kvbatch.plan.unique_ids import UniqueIds
+from kvbatch.report.summary import load_summary, render
+from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_run import RECORDS, output, run
 

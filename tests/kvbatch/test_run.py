@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvbatch.config import load_job
+from kvbatch.commands.validate import findings_of
 from kvbatch.errors import (
     InputError,
     JobFileError,
@@ -21,13 +21,13 @@ from kvbatch.errors import (
     ModelUnavailable,
     OutputError,
 )
-from kvbatch.manifest import open_run
-from kvbatch.prompt import REPEAT
-from kvbatch.report import load_summary, render
-from kvbatch.run import run_job
-from kvbatch.runlog import RunLog
-from kvbatch.shard import row_seed
-from kvbatch.validate import findings_of
+from kvbatch.job_file.load import load_job
+from kvbatch.prompts.builder import REPEAT
+from kvbatch.prompts.sampling import row_seed
+from kvbatch.report.summary import load_summary, render
+from kvbatch.run.entry import run_job
+from kvbatch.run_dir.event_log import RunLog
+from kvbatch.run_dir.manifest import open_run
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 

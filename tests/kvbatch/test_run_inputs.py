@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvbatch.config import load_job
 from kvbatch.errors import InputError
-from kvbatch.report import load_summary, render
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.report.summary import load_summary, render
+from kvbatch.run.entry import run_job
 
 
 def forbidden(model, config):

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
-from kvbatch.config import load_job
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.run.entry import run_job
 from scripts.bench_scale import NullEngine
 
 BYTES_A_ROW = 1_000  # more than caches and plots come to here, less than one dict of the plan
@@ -14,7 +14,9 @@ BYTES_A_ROW = 1_000  # more than caches and plots come to here, less than one di
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows_of_a_run(job_file, monkeypatch):
-    monkeypatch.setattr("kvbatch.page.figures.MAX_POINTS", 100)  # fewer than there are rows, as in a long run
+    monkeypatch.setattr(
+        "kvbatch.report.html.figures.MAX_POINTS", 100
+    )  # fewer than there are rows, as in a long run
     rows = [{"id": f"r{n}", "text": f"the quick fox {n}"} for n in range(1_600)]
     sections = {"engine": {"max_sequences": 1}, "output": {"shard_rows": 50}, "input": {"incremental": True}}
     path = job_file(rows, **sections)  # a bin a row

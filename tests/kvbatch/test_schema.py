@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 import yaml
 
-from kvbatch.config import load_job
 from kvbatch.errors import JobFileError
-from kvbatch.schema import json_schema, markdown
+from kvbatch.job_file.load import load_job
+from kvbatch.job_file.reference import json_schema, markdown
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbatch.split import split_text
-from kvbatch.tokens import PieceTokenizer
+from kvbatch.prompts.split import split_text
+from kvbatch.prompts.tokenizer import PieceTokenizer
 from tests.kvbatch.conftest import make_tokenizer
 
 TOKENS = PieceTokenizer(make_tokenizer())

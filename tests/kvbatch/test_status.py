@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from kvbatch.cli import cli
 from kvbatch.errors import LimitExceeded
-from kvbatch.lock import IfLocked, job_lock
-from kvbatch.manifest import open_run
-from kvbatch.runlog import write_heartbeat
-from kvbatch.status import load_status, render_status
+from kvbatch.report.status import load_status, render_status
+from kvbatch.run_dir.event_log import write_heartbeat
+from kvbatch.run_dir.lock import IfLocked, job_lock
+from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_run import RECORDS, run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbatch.errors import Interrupted
-from kvbatch.stop import Stopper, hold_signals, stop_on_signals
+from kvbatch.signals import Stopper, hold_signals, stop_on_signals
 from tests.kvbatch.streams import RUN, code_with, in_process, make_stream, written
 
 

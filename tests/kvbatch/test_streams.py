@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbatch.ending import told
 from kvbatch.errors import InputError
-from kvbatch.progress import Progress
-from kvbatch.streams import Messages, outlets
+from kvbatch.progress.display import Progress
+from kvbatch.progress.streams import Messages, outlets
+from kvbatch.report.exit_line import told
 from tests.kvbatch.streams import RUN, code_with, in_process, make_stream, written
 
 # what works: its product is a run
@@ -99,7 +99,7 @@ def test_what_is_printed_is_whole_or_a_failure(ran, monkeypatch):
 
     reader, writer = os.pipe()  # one that takes a little at a time, and says so
     os.set_blocking(writer, False)
-    monkeypatch.setattr("kvbatch.export.FORMATS", {"jsonl": lambda _: [lines] * 300})
+    monkeypatch.setattr("kvbatch.report.export.FORMATS", {"jsonl": lambda _: [lines] * 300})
     got = []
     slow = threading.Thread(target=lambda: got.extend(iter(lambda: os.read(reader, 50_000), b"")))
     slow.start()
@@ -109,7 +109,9 @@ def test_what_is_printed_is_whole_or_a_failure(ran, monkeypatch):
     assert b"".join(got).decode() == lines * 300
 
     asked = []
-    monkeypatch.setattr("kvbatch.export.FORMATS", {"jsonl": lambda _: map(asked.append, range(9)) and rows()})
+    monkeypatch.setattr(
+        "kvbatch.report.export.FORMATS", {"jsonl": lambda _: map(asked.append, range(9)) and rows()}
+    )
 
     def rows():
         for number in range(1_000_000):
@@ -121,8 +123,8 @@ def test_what_is_printed_is_whole_or_a_failure(ran, monkeypatch):
 
 
 def test_progress_outlives_its_stream(monkeypatch):
-    monkeypatch.setattr("kvbatch.progress.LINE_INTERVAL_S", 0)
-    monkeypatch.setattr("kvbatch.progress.BEAT_INTERVAL_S", 0)
+    monkeypatch.setattr("kvbatch.progress.display.LINE_INTERVAL_S", 0)
+    monkeypatch.setattr("kvbatch.progress.display.BEAT_INTERVAL_S", 0)
     beats = queue.Queue()
     with ExitStack() as stack:
         kinds = {"lost", "full", "closed", "stuck"}
@@ -156,7 +158,7 @@ def test_the_line_for_machines_is_told_whatever_cannot_be_read(monkeypatch):
     def fail(_):
         raise InputError("a shard is missing")
 
-    monkeypatch.setattr("kvbatch.report.load_summary", fail)
+    monkeypatch.setattr("kvbatch.report.summary.load_summary", fail)
     out = io.StringIO()
     with pytest.raises(InputError), told(out) as ending:
         ending.begin(SimpleNamespace(read_summary=lambda: {"rows": 1}, run_id="r", shards="s", path="p"))

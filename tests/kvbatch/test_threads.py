@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvbatch.threads import choose_threads
+from kvbatch.model.threads import choose_threads
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvbatch.corpus.document import Document
-from kvbatch.manifest import RunDirectory
-from kvbatch.plan import bounded_windows, shard_starts
-from kvbatch.shard import OpenShard
+from kvbatch.run.shard import OpenShard
+from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.plan_file import bounded_windows, shard_starts
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.test_run import output, run
 
@@ -22,7 +22,7 @@ def sizes(run: RunDirectory):
 @pytest.fixture
 def small_windows(monkeypatch):
     """Windows of about 1,000 bytes."""
-    monkeypatch.setattr("kvbatch.plan.WINDOW_BYTES", 1000)
+    monkeypatch.setattr("kvbatch.plan.planner.WINDOW_BYTES", 1000)
 
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} " + "fox " * (300 if n in (2, 5) else 1)} for n in range(9)]
@@ -50,7 +50,7 @@ def test_shards_are_those_windows_in_a_run_that_is_stopped_and_for_rows_carried_
 
     with pytest.raises(KeyboardInterrupt):
         run(path, make_llm=lambda *_: Dying())
-    monkeypatch.setattr("kvbatch.plan.WINDOW_BYTES", 10**9)  # of another release: the plan stands
+    monkeypatch.setattr("kvbatch.plan.planner.WINDOW_BYTES", 10**9)  # of another release: the plan stands
     first = run(path, make_llm=lambda *_: Backwards()).run
     assert sizes(first) == [3, 3, 3] and shard_starts(first.path) == [0, 3, 6]
     made = output(first)

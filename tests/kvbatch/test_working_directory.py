@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.config import load_job
-from kvbatch.run import run_job
+from kvbatch.job_file.load import load_job
+from kvbatch.run.entry import run_job
 from tests.kvbatch.fakes import Backwards
 
 
@@ -41,7 +41,7 @@ def stopped(job_file, tiny_model, tmp_path, monkeypatch):
     )
     with pytest.raises(KeyboardInterrupt):
         run_job(load_job(path), make_llm=lambda *_: Stopped())
-    monkeypatch.setattr("kvbatch.run._load_llm", lambda *_: Backwards())
+    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards())
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     return begun

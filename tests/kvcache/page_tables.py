@@ -4,8 +4,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvcache.kernels.page_table import PageTable
-from kvcache.page_format import UNIT_BYTES, PageFormat
-from kvcache.quant import quantise_pages
+from kvcache.quantize.pages import quantise_pages
+from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 BITS = [(16, 16), (8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2)]
 NAN_BYTE = 0xFF  # in every byte it makes NaN of float16, bfloat16 and float32

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.compensation import Compensation, compensation_weights, output_moments
-from kvcache.kernels import torch_twin
+from kvcache.kernels import reference as torch_twin
 from kvcache.kernels.cpu import build, ops
-from kvcache.page_format import PageFormat
-from kvcache.page_rows import PageRows
-from kvcache.quant import dequantise_pages, quantise_pages
+from kvcache.kernels.page_tokens import PageRows
+from kvcache.quantize.error_compensation import Compensation, compensation_weights, output_moments
+from kvcache.quantize.pages import dequantise_pages, quantise_pages
+from kvcache.sizes.page_format import PageFormat
 
 BITS = [(8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2)]
 needs_compiler = pytest.mark.skipif(

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.compressors.base import Observation
-from kvcache.compressors.budget import EVICTED, assign_tiers
-from kvcache.compressors.lane_shares import LaneShares
-from kvcache.compressors.probe import raise_by_probes
-from kvcache.compressors.registry import SCORERS, get_scorer
+from kvcache.compress.allocation import EVICTED, assign_tiers
+from kvcache.compress.lane_shares import LaneShares
+from kvcache.scorers.base import Observation
+from kvcache.scorers.probe import raise_by_probes
+from kvcache.scorers.registry import SCORERS, get_scorer
 
 
 @given(

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.kernels import registry, torch_twin
+from kvcache.kernels import reference as torch_twin
+from kvcache.kernels import registry
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.page_format import PageFormat
-from kvcache.quant import quantise_pages
+from kvcache.quantize.pages import quantise_pages
+from kvcache.sizes.page_format import PageFormat
 from tests.kvcache.kernel_builds import BUILDS, built, needs_compiler
 from tests.kvcache.page_tables import make_table, page_formats
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import ops as layer_ops
+from engine.kernels import ops as layer_ops
 from kvcache.kernels.cpu import build
 from tests.kvcache.kernel_builds import ON_X86, needs_compiler
 

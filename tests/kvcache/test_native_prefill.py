@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.kernels import torch_twin
+from kvcache.kernels import reference as torch_twin
 from kvcache.kernels.cpu import ops
 from tests.kvcache.kernel_builds import built, each_build, needs_compiler
 from tests.kvcache.page_tables import make_table, page_formats

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvcache.page_format import UNIT_BYTES, PageFormat
+from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.allocator import BlockAllocator, PoolExhausted
-from kvcache.layout import CacheLayout
-from kvcache.pool import PagePool
-from kvcache.sequence_cache import SequenceCache, slot_mapping
+from kvcache.pages.block_allocator import BlockAllocator, PoolExhausted
+from kvcache.pages.page_pool import PagePool
+from kvcache.sequence.full import SequenceCache, slot_mapping
+from kvcache.sizes.full import CacheLayout
 
 LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=4, element_bytes=4, page_tokens=8)
 

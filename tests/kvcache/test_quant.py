@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache.page_format import PageFormat
-from kvcache.quant import (
+from kvcache.quantize.pages import (
     dequantise_pages,
     fold_value_rotation,
     pack_codes,
@@ -15,6 +14,7 @@ from kvcache.quant import (
     rotation,
     unpack_codes,
 )
+from kvcache.sizes.page_format import PageFormat
 
 BITS = [(8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2)]
 

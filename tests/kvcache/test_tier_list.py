@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from kvcache.compressed_layout import CompressedLayout
-from kvcache.compressors.budget import assign_tiers
-from kvcache.compressors.lane_shares import LaneShares
+from kvcache.compress.allocation import assign_tiers
+from kvcache.compress.lane_shares import LaneShares
 from kvcache.config import KVCacheConfig
-from kvcache.frames import FramePool, PageStore
-from kvcache.page_format import PageFormat
-from kvcache.quant import dequantise_pages, quantise_pages
-from kvcache.tier_list import TierList
+from kvcache.pages.block_pool import FramePool, PageStore
+from kvcache.pages.tier_list import TierList
+from kvcache.quantize.pages import dequantise_pages, quantise_pages
+from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.page_format import PageFormat
 
 FORMATS = [PageFormat(16, 16, 16, 16, 4), PageFormat(4, 4, 64, 16, 4)]
 

@@ -35,7 +35,7 @@ def test_script_reads_a_gguf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: Path, script: str, arguments: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbatch.model_source.kvbatch_cache", lambda given=None: tmp_path / "cache")
+    monkeypatch.setattr("kvbatch.model.source.kvbatch_cache", lambda given=None: tmp_path / "cache")
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 200}) + "\n")
     monkeypatch.setattr(sys, "argv", [script, "--model", str(gguf), *arguments.split()])
     monkeypatch.syspath_prepend(str(SCRIPTS))

@@ -1,4 +1,4 @@
-"""The C++ kernels as functions of torch tensors, like their twins in `kvcache.kernels.torch_twin`.
+"""The C++ kernels as functions of torch tensors, like their twins in `kvcache.kernels.reference`.
 
 Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be called where `build.library()`
 is there.
@@ -10,12 +10,12 @@ import functools
 import torch
 from torch import Tensor
 
-from kvcache.compensation import Compensation
-from kvcache.kernels import torch_twin
+from kvcache.kernels import reference as torch_twin
 from kvcache.kernels.cpu import build
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.page_format import PageFormat
-from kvcache.page_rows import PageRows
+from kvcache.kernels.page_tokens import PageRows
+from kvcache.quantize.error_compensation import Compensation
+from kvcache.sizes.page_format import PageFormat
 
 _DECODE, _QUERIES = "liif", "pilliiif"  # what `_shape` and `_queries` return
 _SIGNATURES = {

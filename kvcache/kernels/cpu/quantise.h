@@ -1,4 +1,4 @@
-// Keys or values of one page to codes, scales and minima; kvcache/quant.py is the specification.
+// Keys or values of one page to codes, scales and minima; kvcache/quantize/pages.py is the specification.
 //
 // The tile is transposed, [D][T]: a column's target is its numbers plus the weighted errors of the columns before it,
 // all of them rows of the tile, T numbers wide. A row holds numbers until it is rounded, and their errors from then on.
@@ -25,7 +25,7 @@ static inline f32x8 half_above(f32x8 x) {
   return nearest < x ? through_half(raised) : nearest;
 }
 
-// Where a page's rows come from, of 4 or 2 bytes a number (floats, bfloat16): kvcache/page_rows.py.
+// Where a page's rows come from, of 4 or 2 bytes a number (floats, bfloat16): kvcache/kernels/page_tokens.py.
 struct Source {
   const void *chunk, *held;
   int chunk_bytes, held_bytes;

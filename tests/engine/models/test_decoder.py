@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModelError
+from engine.kernels import reference as torch_twin
+from engine.kernels import registry
+from engine.kernels.registry import layer_kernels
 from engine.models import ModelConfig, load_model
-from engine.native import registry, torch_twin
-from engine.native.registry import layer_kernels
-from kvcache.quant import rotation
+from kvcache.quantize.pages import rotation
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
 

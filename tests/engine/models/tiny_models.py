@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from engine.kernels.registry import layer_kernels
 from engine.models import Decoder
-from engine.native.registry import layer_kernels
 
 CLASSES: dict[str, tuple[type, type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels import ops
+from engine.kernels import reference as torch_twin
+from engine.kernels.int8 import Int8Rows, quantise_weight
+from engine.kernels.packed import pack_weight
+from engine.kernels.registry import float_panel
 from engine.models import load_model
-from engine.models.passes import Passes
-from engine.native import ops, torch_twin
-from engine.native.compiled_passes import CompiledPasses, can_compile
-from engine.native.int8 import Int8Rows, quantise_weight
-from engine.native.packed import pack_weight
-from engine.native.registry import float_panel
+from engine.models.compiled_layers import CompiledPasses, can_compile
+from engine.models.layers import Passes
 from kvcache.kernels.cpu import build
-from kvcache.quant import rotation
+from kvcache.quantize.pages import rotation
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvcache.kernel_builds import ON_X86

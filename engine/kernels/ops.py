@@ -1,0 +1,200 @@
+"""The C++ kernels as functions of torch tensors, like their twins in `engine.kernels.reference`.
+
+Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be called where `library()` is there.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels.int8 import Int8Rows, Int8Weight
+from engine.kernels.packed import PackedWeight
+from kvcache.kernels.cpu import build
+
+_HERE = Path(__file__).parent
+_DTYPES = (torch.float32, torch.bfloat16)
+_SIGNATURES = {
+    "kvb_rms_norm": "ipplifpppi",
+    "kvb_silu_mul": "iplipppi",
+    "kvb_quantise_rows": "iplippi",
+    "kvb_rotate": "iplliiippppfii",
+    "kvb_int8_product": "ippppppliipii",
+    "kvb_float_product": "ipppliipii",
+    "kvb_before_attention": "ppplpppi",
+    "kvb_after_attention": "ppplppi",
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, or None where they cannot be compiled."""
+    found = build.library(_HERE)
+    return found and _declared(found)
+
+
+@functools.cache
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    return build.declare(found, _SIGNATURES)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> None:
+    """See `torch_twin.rms_norm`."""
+    _check(x, _DTYPES)
+    _check(weight, (x.dtype,))
+    num_rows, width = x.shape
+    assert weight.shape == (width,) and width % 8 == 0
+    library().kvb_rms_norm(
+        _is_bf16(x), _at(x), _at(weight), num_rows, width, eps, *_rows(out, x), torch.get_num_threads()
+    )
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | Int8Rows) -> None:
+    """See `torch_twin.silu_mul`."""
+    _check(gate_up, _DTYPES)
+    up = gate_up[:, gate_up.shape[1] // 2 :]
+    num_rows, width = up.shape
+    assert gate_up.shape[1] == 2 * width and width % 8 == 0
+    library().kvb_silu_mul(
+        _is_bf16(up), _at(gate_up), num_rows, width, *_rows(out, up), torch.get_num_threads()
+    )
+
+
+def quantise_rows(x: Tensor, out: Int8Rows) -> None:
+    """See `torch_twin.quantise_rows`."""
+    _check(x, _DTYPES)
+    num_rows, width = x.shape
+    assert width % 8 == 0
+    library().kvb_quantise_rows(
+        _is_bf16(x), _at(x), num_rows, width, *_rows(out, x)[1:], torch.get_num_threads()
+    )
+
+
+def rotate(
+    qkv: Tensor,
+    num_q: int,
+    num_k: int,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    turn: Tensor | None = None,
+) -> None:
+    """See `torch_twin.rotate`."""
+    num_tokens, num_heads, dim = qkv.shape
+    _check(qkv, _DTYPES)
+    assert num_q + num_k <= num_heads and dim % 16 == 0
+    for table in (cos, sin):
+        _check(table, (torch.float32,))
+        assert table.shape == (num_tokens, dim // 2)
+    for weight in (q_norm, k_norm):
+        if weight is not None:
+            _check(weight, (qkv.dtype,))
+            assert weight.shape == (dim,)
+    is_hadamard = dim & (dim - 1) == 0
+    library().kvb_rotate(
+        _is_bf16(qkv),
+        _at(qkv),
+        num_heads * dim,
+        num_tokens,
+        num_q,
+        num_k,
+        dim,
+        *map(_at, (cos, sin, q_norm, k_norm)),
+        eps,
+        turn is not None and is_hadamard,
+        torch.get_num_threads(),
+    )
+    if turn is not None and not is_hadamard:
+        qk = qkv[:, : num_q + num_k]
+        qk.copy_(qk.float() @ turn)
+
+
+def float_panel() -> int:
+    """See `torch_twin.float_panel`."""
+    return library().kvb_float_panel()
+
+
+def float_product(
+    x: Tensor, weight: PackedWeight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
+) -> None:
+    """See `torch_twin.float_product`."""
+    (width, depth), num_rows = weight.shape, len(x)
+    _check(x, _DTYPES)
+    _check(weight.panels, (x.dtype, torch.bfloat16))
+    _check(out, (torch.float32, x.dtype))
+    assert weight.panels.shape[2:] == (float_panel(), 1 + _is_bf16(weight.panels))
+    assert x.shape == (num_rows, depth) and out.shape == (num_rows, width)
+    if bias is not None:
+        _check(bias, (torch.float32,))
+        assert bias.shape == (width,)
+    library().kvb_float_product(
+        _is_bf16(x) + 2 * _is_bf16(weight.panels) + 4 * _is_bf16(out),
+        *map(_at, (x, weight.panels, bias)),
+        num_rows,
+        depth,
+        width,
+        _at(out),
+        adds,
+        torch.get_num_threads(),
+    )
+
+
+def int8_panel() -> int:
+    """See `torch_twin.int8_panel`."""
+    return library().kvb_int8_panel()
+
+
+def int8_group() -> int:
+    """See `torch_twin.int8_group`."""
+    return library().kvb_int8_group()
+
+
+def int8_product(
+    x: Int8Rows, weight: Int8Weight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
+) -> None:
+    """See `torch_twin.int8_product`."""
+    num_rows = len(x.codes)
+    _check(out, _DTYPES)
+    assert weight.codes.shape[2:] == (int8_panel(), int8_group()) and weight.width % 8 == 0
+    assert x.codes.shape == (num_rows, weight.depth) and out.shape == (num_rows, weight.width)
+    if bias is not None:
+        _check(bias, (torch.float32,))
+        assert bias.shape == (weight.width,)
+    library().kvb_int8_product(
+        _is_bf16(out),
+        *map(_at, (x.codes, x.scales, weight.codes, weight.scales, weight.starts, bias)),
+        num_rows,
+        weight.depth,
+        weight.width,
+        _at(out),
+        adds,
+        torch.get_num_threads(),
+    )
+
+
+def _rows(out: Tensor | Int8Rows, like: Tensor) -> tuple[int | None, int | None, int | None]:
+    """Return where rows go: as numbers, or as codes and scales."""
+    if isinstance(out, Int8Rows):
+        _check(out.codes, (torch.int8,))
+        _check(out.scales, (torch.float32,))
+        assert out.codes.shape == like.shape and out.scales.shape == like.shape[:1]
+        return None, _at(out.codes), _at(out.scales)
+    _check(out, (like.dtype,))
+    assert out.shape == like.shape
+    return _at(out), None, None
+
+
+def _check(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in dtypes
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

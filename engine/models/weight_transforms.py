@@ -1,0 +1,65 @@
+"""Other forms of a layer's weights: in the rotated basis of its values, and in int8."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from engine.kernels.int8 import quantise_weight
+from engine.kernels.packed import PackedWeight, pack_weight
+from engine.models.config import ModelConfig
+from engine.models.weights import LayerWeights, Projection
+from kvcache.quantize.pages import fold_value_rotation
+
+
+def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
+    """Return the layer with values in the rotated basis (`pages.rotation`), as it makes and as it takes them.
+
+    Weights and bias are changed in place, but for those of a float32 model kept in bfloat16, which rotated ones do not
+    fit.
+    """
+    qkv, output = (
+        p.weight.dense() if isinstance(p.weight, PackedWeight) else p.weight
+        for p in (layer.qkv, layer.output)
+    )
+    fold_value_rotation(
+        qkv,
+        output,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=layer.qkv.bias,
+    )
+    dtype = layer.attention_norm.dtype
+    return replace(
+        layer, qkv=_with_weight(layer.qkv, qkv, dtype), output=_with_weight(layer.output, output, dtype)
+    )
+
+
+def _with_weight(projection: Projection, matrix: Tensor, dtype: torch.dtype) -> Projection:
+    """Return a projection with other numbers, packed if it was."""
+    weight = projection.weight
+    if isinstance(weight, Tensor):  # this very matrix
+        return projection
+    if weight.panels.dtype != dtype:
+        return Projection(pack_weight(matrix, weight.panel), projection.bias)
+    weight.put(0, matrix)
+    return projection
+
+
+def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:
+    """Return the layer with its matrices in int8, each output's largest weight rounded to 127.
+
+    Values are rotated first, since int8 weights can no more be; it also spreads their outliers.
+    """
+    layer = rotate_values(layer, config)
+
+    def convert(projection: Projection) -> Projection:
+        bias = None if projection.bias is None else projection.bias.float()
+        return Projection(
+            quantise_weight(projection.weight, kernels.int8_panel(), kernels.int8_group()), bias
+        )
+
+    names = ("qkv", "output", "gate_up", "down")
+    return replace(layer, **{name: convert(getattr(layer, name)) for name in names})

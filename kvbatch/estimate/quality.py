@@ -1,0 +1,201 @@
+"""What a compressed cache costs on this very corpus: sampled rows are answered from it and judged by the full cache.
+
+Owns `stats/quality.parquet`. A sampled row is read twice: once into the compressed cache, from which it is answered as
+in the job, and once into the full cache, which is asked how likely it holds each token of that answer to be. Of a row
+of several questions or parts one is sampled, by the seed, so that each has its rows.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from kvbatch.atomic_file import write_table
+from kvbatch.errors import InputError, JobFileError
+from kvbatch.estimate.sample import sample_requests
+from kvbatch.job_file.sections import QualityGuardSection
+from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.text import counted
+
+if TYPE_CHECKING:
+    from engine import LLM, EngineConfig, Request
+    from kvbatch.opened_job import JobRunner
+    from kvcache.config import KVCacheConfig
+
+SCHEMA = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("row_id", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+        ("nll", pa.float64()),  # of the answer, by the cache it comes from; nats a token, like all below
+        ("full_nll", pa.float64()),  # of the same answer by the full cache
+        ("nll_delta", pa.float64()),
+        ("kl", pa.float64()),
+        ("top1_agreement", pa.float64()),
+        ("first_divergence", pa.int64()),  # token of the answer, null if there is none
+        ("kv_kept_ratio", pa.float64()),
+        ("error", pa.string()),  # why the row could not be compared
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a policy's sampled rows say together; figures are None if no row could be compared.
+
+    Args:
+        problems: the limits that it does not keep, in words.
+    """
+
+    num_rows: int
+    num_failed: int
+    nll_delta: float | None
+    kl: float | None
+    top1_agreement: float | None
+    kv_kept_ratio: float | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether every limit is kept."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.nll_delta is None:
+            return "none of the sampled rows could be compared"
+        return (
+            f"{counted(self.num_rows, 'row')}, NLL {self.nll_delta:+.4f}, KL {self.kl:.4f}, the same first choice for "
+            f"{self.top1_agreement:.1%} of the tokens, {self.kv_kept_ratio:.1%} of the bytes"
+        )
+
+
+def judge(rows: Iterable[Mapping[str, Any]], limits: QualityGuardSection) -> Verdict:
+    """Average a policy's rows and hold them against the limits."""
+    rows = list(rows)
+    compared = [row for row in rows if row["error"] is None]
+    if not compared:
+        return Verdict(0, len(rows), None, None, None, None, ("no sampled row could be compared",))
+    means = {name: fmean(row[name] for row in compared) for name in ("nll_delta", "kl", "top1_agreement")}
+    problems = []
+    if limits.max_nll_delta is not None and means["nll_delta"] > limits.max_nll_delta:
+        problems.append(f"the NLL grows by {means['nll_delta']:.4f}, more than {limits.max_nll_delta:g}")
+    if limits.min_top1_agreement is not None and means["top1_agreement"] < limits.min_top1_agreement:
+        problems.append(
+            f"the first choice is the same for {means['top1_agreement']:.1%} of the tokens, "
+            f"less than {limits.min_top1_agreement:.1%}"
+        )
+    ratio = fmean(row["kv_kept_ratio"] for row in compared)
+    return Verdict(
+        len(compared), len(rows) - len(compared), **means, kv_kept_ratio=ratio, problems=tuple(problems)
+    )
+
+
+def guard_run(runner: "JobRunner", run: RunDirectory) -> Verdict:
+    """Compare a job's cache with the full one, and write down what was found; raises as `QualitySample`."""
+    limits = runner.job.quality_guard
+    sample = QualitySample(runner, limits.sample, runner.progress.advance)
+    rows = sample.compare({"job": runner.job.cache.policy})
+    write_table(pa.Table.from_pylist(rows, SCHEMA), run.quality)
+    return judge(rows, limits)
+
+
+class QualitySample:
+    """A seeded sample of a job's rows that run, and the model to compare policies on.
+
+    Args:
+        runner: the opened job.
+        size: rows; fewer if the corpus has fewer.
+        on_row: told of each row when all policies have answered it.
+
+    Raises:
+        InputError: No row of the corpus can run.
+        ModelUnavailable: The weights cannot be loaded.
+    """
+
+    def __init__(
+        self, runner: "JobRunner", size: int, on_row: Callable[[int, int], None] = lambda r, t: None
+    ):
+        self._runner, self._on_row = runner, on_row
+        self._requests = sample_requests(runner, size)
+        if not self._requests:
+            raise InputError("no row of the corpus can run in the full cache: nothing to compare caches on")
+        self._decoder = runner.model.decoder
+        runner.progress.expect(len(self._requests))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def compare(self, policies: Mapping[str, "KVCacheConfig"]) -> list[dict[str, Any]]:
+        """Answer every row under every policy; return one row of `SCHEMA` for each pair.
+
+        Raises:
+            JobFileError: The memory budget does not hold the longest sampled row, or a policy does not suit the model.
+        """
+        from kvcache.config import KVCacheConfig
+
+        requests = [request for _, request in self._requests]
+        full = self._engine(KVCacheConfig(), requests)
+        engines = {name: self._engine(policy, requests) for name, policy in policies.items()}
+        rows = []
+        for row_id, request in self._requests:
+            rows += _compare_row(row_id, request, full, engines)
+            self._on_row(1, len(request.prompt_token_ids))
+        return rows
+
+    def _engine(self, policy: "KVCacheConfig", requests: Sequence["Request"]) -> "LLM":
+        """Return an engine whose pool holds the longest of the rows, alone."""
+        from engine import LLM
+        from engine.budget import cache_layout
+        from engine.detokenizer import Detokenizer
+
+        # Guesses would come and go with the machine's load, and with them the last digits.
+        config: EngineConfig = replace(
+            self._runner.engine_config, cache=policy, max_sequences=1, prompt_lookup=False
+        )
+        try:
+            layout = cache_layout(self._decoder.config, config, self._decoder.dtype.itemsize)
+            pages = max(
+                layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens)
+                + (layout.sequence_pages(r.prefix_tokens) if r.prefix_tokens else 0)
+                for r in requests
+            )
+            return LLM(
+                self._decoder, replace(config, pool_pages=pages), Detokenizer(self._runner.model.tokenizer)
+            )
+        except ValueError as error:  # a policy that does not suit the model, a budget that is too small
+            raise JobFileError(f"cache {policy.compress_method}: {error}") from error
+
+
+def _compare_row(
+    row_id: str, request: "Request", full: "LLM", engines: Mapping[str, "LLM"]
+) -> list[dict[str, Any]]:
+    from engine.teacher_forcing import answer, drift, reading
+
+    rows = []
+    blank = dict.fromkeys(SCHEMA.names) | {"row_id": row_id, "prompt_tokens": len(request.prompt_token_ids)}
+    try:
+        with reading(full, request) as context:
+            for name, llm in engines.items():
+                result, log_probs = answer(llm, request)
+                found = drift(result.token_ids, log_probs, context.log_probs(result.token_ids))
+                rows.append(
+                    blank
+                    | {
+                        "policy": name,
+                        "completion_tokens": len(result.token_ids),
+                        "nll": found.nll,
+                        "full_nll": found.full_nll,
+                        "nll_delta": found.nll_delta,
+                        "kl": found.kl,
+                        "top1_agreement": found.top1_agreement,
+                        "first_divergence": found.first_divergence,
+                        "kv_kept_ratio": result.kv_kept_bytes / result.kv_full_bytes,
+                    }
+                )
+    except ValueError as error:
+        done = {row["policy"] for row in rows}
+        rows += [blank | {"policy": name, "error": str(error)} for name in engines if name not in done]
+    return rows

@@ -1,0 +1,31 @@
+"""`report.html`: one run on one page that fetches nothing. Figures, plots and markup are a module each."""
+
+from pathlib import Path
+from typing import Any
+
+from kvbatch.atomic_file import write_text
+from kvbatch.run_dir.manifest import RunDirectory
+
+
+def write_page(run: RunDirectory, summary: dict[str, Any] | None = None) -> Path:
+    """Write the page of a run, ended or not, and return its path.
+
+    Args:
+        summary: of a run that is about to end; else what `load_summary` says.
+
+    Raises:
+        InputError: It is no run directory.
+        OutputError: The page cannot be written.
+    """
+    from kvbatch.report.html.figures import compute
+    from kvbatch.report.html.markup import render_page
+    from kvbatch.report.summary import load_summary
+
+    page = render_page(
+        summary or load_summary(run.path),
+        compute(run),
+        run.read_manifest(),
+        run.job_file.read_text(encoding="utf-8", errors="replace") if run.job_file.is_file() else "",
+    )
+    write_text(run.page, page)
+    return run.page

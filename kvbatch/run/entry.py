@@ -1,0 +1,176 @@
+"""A job from its files to its summary: open, plan, load, run.
+
+The corpus is read twice. The first pass plans every row; the second, window by window, submits rows in the
+plan's order and writes a shard as soon as all its rows are done. Only windows with unfinished rows are held.
+A run that was interrupted is continued: its plan stands, and the rows that it finished are not run again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kvbatch.errors import KvbatchError, fault, is_fault
+from kvbatch.job_file.environment import hiding
+from kvbatch.job_file.sections import Job
+from kvbatch.opened_job import JobRunner, input_spec, load_llm, make_progress
+from kvbatch.progress.display import Progress
+from kvbatch.run_dir.event_log import RunLog, write_heartbeat
+from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
+from kvbatch.run_dir.manifest import (
+    RunDirectory,
+    adopt_plan,
+    describe_directory,
+    find_same_run,
+    find_unfinished_run,
+    new_run_id,
+    next_number,
+    point_latest,
+)
+from kvbatch.run_dir.reuse import Carry, find_run_of_same_rows, precision_to_keep
+from kvbatch.run_dir.staging import clear_drafts, drafted, publish
+from kvbatch.signals import Stopper
+
+if TYPE_CHECKING:
+    from engine import LLM, EngineConfig
+    from kvbatch.corpus import Corpus
+    from kvbatch.model.handle import ModelHandle
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Say which run holds the job's output, and whether it was made now."""
+
+    run: RunDirectory
+    is_new: bool
+
+
+def run_job(
+    job: Job,
+    *,
+    new_run: bool = False,
+    resume: RunDirectory | None = None,
+    carry: Carry | None = None,
+    if_locked: IfLocked | None = None,
+    stream: TextIO | None = None,
+    stopper: Stopper | None = None,
+    on_run: Callable[[RunDirectory], None] = lambda run: None,
+    origin: Mapping[str, Any] | None = None,
+    make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
+) -> RunOutcome:
+    """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
+
+    Args:
+        new_run: begin anew in any case.
+        resume: go on with this run and no other.
+        carry: begin anew with these rows of earlier runs; as `input.incremental` says by default.
+        if_locked: what to do while another process runs the job; fail by default.
+        stream: where progress is shown, stderr by default.
+        stopper: holds signals back while a shard is written.
+        on_run: told the run directory once there is one.
+        origin: what a new run's manifest says of the command that began it.
+        make_llm: makes the engine; by default the model is loaded into it.
+
+    Raises:
+        KvbatchError: With the exit code of what went wrong.
+    """
+    from kvbatch.corpus import Corpus
+    from kvbatch.run_dir.verify import find_problems
+
+    started_s = time.monotonic()
+    with hiding(job):
+        corpus = Corpus(input_spec(job))
+    home = resume.path.parent if resume else Path(job.output_dir)
+    with (
+        hiding(job),
+        job_lock(home, if_locked or IfLocked()) as lock,
+        make_progress(job, stream) as progress,
+    ):
+        clear_drafts(home)
+        done = _done_run(job, corpus, resume, carry, new_run)
+        damage = find_problems(done, deep=resume is not None) if done and not carry else []
+        if done and not damage:
+            return RunOutcome(done, is_new=False)
+        for problem in damage:
+            progress.note(f"repairing the run: {problem.path} {problem.problem}")
+        progress.start("opening")
+        earlier = resume or done or (None if new_run or carry else find_unfinished_run(job))
+        kept = precision_to_keep(job, earlier, carry, new_run=new_run)
+        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or load_llm, earlier, kept)
+        runner.check_lock = lock.check
+        if earlier and not runner.may_continue(earlier, insists=resume is not None):
+            earlier = None
+        if earlier:
+            run = earlier
+            runner.divide_budget(run)
+            if not resume:
+                point_latest(home, run.run_id)
+            on_run(run)
+            with _recorded(run, job, progress, lock) as log:
+                prepared = runner.prepare(run, log)
+        else:
+            runner.choose_rows(carry, new_run)
+            runner.manifest |= {"number": next_number(home)} | dict(origin or {})
+            planned = runner.find_plan()
+            if not planned:
+                corpus.check_selects()
+            runner.divide_budget(planned)
+            with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
+                describe_directory(draft, job, runner.manifest)
+                if planned:
+                    adopt_plan(planned, draft)
+                with _recorded(draft, job, progress, lock, is_kept=False) as log:
+                    prepared = runner.prepare(draft, log)
+                with runner.stopper.shield():
+                    run = publish(draft)
+                    point_latest(home, run.run_id)
+            on_run(run)
+        with _recorded(run, job, progress, lock) as log:
+            runner.run(run, log, *prepared, started_s)
+    return RunOutcome(run, is_new=True)
+
+
+@contextmanager
+def _recorded(
+    run: RunDirectory, job: Job, progress: Progress, lock: HeldLock, *, is_kept: bool = True
+) -> Iterator[RunLog]:
+    """Keep a run's log and heartbeat during a block, and write an error into the log.
+
+    Args:
+        is_kept: whether the directory outlives an error.
+
+    Raises:
+        KvbatchError: In place of an error of another kind.
+        OutputError: The log cannot be opened.
+    """
+    log = RunLog(run.log, job.environment.hide)
+    progress.beat = lambda phase, **values: lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
+    try:
+        yield log
+    except BaseException as error:
+        log.failure(error)
+        if not is_fault(error):
+            raise
+        where = f"; see {run.log}" if is_kept else " (--debug shows where)"
+        raise KvbatchError(f"internal error, {fault(error)}{where}") from error
+    finally:
+        progress.beat = None
+        log.close()
+
+
+def _done_run(
+    job: Job, corpus: "Corpus", resume: RunDirectory | None, carry: Carry | None, new_run: bool
+) -> RunDirectory | None:
+    """Return the run that leaves nothing to do, if there is one."""
+    if resume:
+        return resume if resume.is_success else None
+    if carry:
+        from kvbatch.run_dir.previous_rows import EarlierRows
+
+        return None if EarlierRows(carry).num_redone else carry.directories[0]
+    if new_run:
+        return None
+    done = find_same_run(job, corpus.files)
+    return done or (find_run_of_same_rows(job, corpus) if job.input.incremental else None)

@@ -1,0 +1,30 @@
+"""When a finished run is no success; owns what the ratios of `limits` count."""
+
+from typing import Any
+
+from kvbatch.job_file.sections import LimitsSection
+
+
+def over_limits(limits: LimitsSection, summary: dict[str, Any]) -> str | None:
+    """Return why a run is no success, in words: its rows, those carried over included, against the job's limits."""
+    rows = summary["rows"]
+    if rows and not summary["ok"]:
+        return f"none of {rows:,} rows got an answer"
+    failed, answers = summary["errors"] + summary["rejected"], summary["answers"]
+    over = [
+        f"{count:,} of {total:,} {things} ({count / total:.1%}) {what}, limits.{key} allows {ratio:.1%}"
+        for key, things, what, count, total, ratio in (
+            ("max_error_ratio", "rows", "got no answer", failed, rows, limits.max_error_ratio),
+            (
+                "max_truncated_ratio",
+                "rows",
+                "were cut to fit",
+                summary["truncated"],
+                rows,
+                limits.max_truncated_ratio,
+            ),
+            ("max_cut_ratio", "answers", "were cut", summary["cut"], answers, limits.max_cut_ratio),
+        )
+        if ratio is not None and count > ratio * total
+    ]
+    return "; ".join(over) or None

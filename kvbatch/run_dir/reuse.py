@@ -1,0 +1,192 @@
+"""Which rows of earlier runs need not be done again: the choice of the incremental mode and of `kvbatch retry`.
+
+The plan of the new run says of each carried row where an earlier run wrote it, so that a run that is continued copies
+the same. How they are found and copied is the business of `kvbatch.run_dir.previous_rows`.
+
+Imports neither torch nor transformers: whether something is new must be known at once.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvbatch.corpus import Corpus
+from kvbatch.corpus.fields import FieldTypes
+from kvbatch.errors import InputError, JobChanged
+from kvbatch.job_file.sections import Job
+from kvbatch.model.precision import NAMES, KeptPrecision, Precision
+from kvbatch.model.source import is_same_model
+from kvbatch.run_dir.fingerprint import RENDERED, changes
+from kvbatch.run_dir.manifest import (
+    RunDirectory,
+    describe_files,
+    describe_run,
+    job_runs,
+    may_now_fit,
+    prompt_time,
+)
+from kvbatch.run_dir.row_hash import row_line
+
+_MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Choose rows of earlier runs.
+
+    Args:
+        runs: their directories, newest first.
+        redo: finish reasons of the rows that are not carried; `error` is that of rows without an answer.
+        same_input: the input must hold the rows of the run, all and no others.
+    """
+
+    runs: tuple[str, ...] = ()
+    redo: tuple[str, ...] = ("error",)
+    same_input: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a manifest keeps."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> "Carry":
+        """Return the choice that a run's manifest keeps; raises as `RunDirectory.read_manifest`."""
+        values = run.read_manifest().get("carry")
+        return cls(tuple(values["runs"]), tuple(values["redo"]), values["same_input"]) if values else cls()
+
+    @cached_property
+    def directories(self) -> tuple[RunDirectory, ...]:
+        """The runs."""
+        return tuple(RunDirectory(Path(run)) for run in self.runs)
+
+
+def find_run_of_same_rows(job: Job, corpus: Corpus) -> RunDirectory | None:
+    """Return the job's last successful run if the input holds the rows that it did, in the same order.
+
+    Only files of another size or time than that run saw are read.
+
+    Raises:
+        InputError: One of them cannot be read.
+    """
+    wanted = describe_run(job, corpus.files)
+    for run, manifest in _runs(job):
+        if run.is_success:
+            same = all(manifest.get(key) == wanted[key] for key in ("format", "kvbatch", "config_hash"))
+            same = same and is_same_model(manifest, job.model.path)
+            if same and not may_now_fit(run, manifest, job) and _has_same_rows(manifest, job, corpus):
+                return run
+            return None
+    return None
+
+
+def last_answers(job: Job) -> RunDirectory | None:
+    """Return the run that an incremental job builds upon: its last success, else the newest there is."""
+    runs = [run for run, _ in _runs(job)]
+    return next((run for run in runs if run.is_success), runs[0] if runs else None)
+
+
+def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
+    """Return the choice of an incremental job: what its last success answered, and runs after it that did not end.
+
+    Args:
+        semantic: what decides the job's output; what it says of the input decides no answer.
+    """
+    found: list[str] = []
+    for run, manifest in _runs(job):
+        if _answers(manifest.get("semantic", {})) != _answers(semantic):
+            continue
+        try:
+            if "plan" in manifest:
+                run.check_file(run.plan)
+        except InputError as error:
+            logging.getLogger(__name__).warning("warning: no row of %s is carried over: %s", run.path, error)
+            continue
+        found.append(str(run.path))
+        if run.is_success:
+            break
+    return Carry(tuple(found)) if found else None
+
+
+def time_of_last(job: Job, semantic: Mapping[str, Any]) -> datetime | None:
+    """Return the time of the prompts of the last run whose answers an incremental job may take, but for the time."""
+    wanted = _answers(semantic) | {RENDERED: None}
+    for _, manifest in _runs(job):
+        if _answers(manifest.get("semantic", {})) | {RENDERED: None} == wanted:
+            return prompt_time(manifest)
+    return None
+
+
+def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
+    """Prove that the rows of earlier runs may stand beside those of a model.
+
+    Raises:
+        JobChanged: Another one made them.
+    """
+    for run in carry.directories:
+        before = run.read_manifest().get("semantic", {})
+        lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
+        if lines:
+            raise JobChanged(
+                f"the model changed since {run.path}; run the job anew:", *(f"  {line}" for line in lines)
+            )
+
+
+def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
+    """Yield the job's runs, the newest first, with their manifests."""
+    for run in job_runs(Path(job.output_dir)):
+        try:
+            yield run, run.read_manifest()
+        except InputError as error:
+            logging.getLogger(__name__).warning("warning: nothing is taken from it: %s", error)
+
+
+def _has_same_rows(manifest: dict[str, Any], job: Job, corpus: Corpus) -> bool:
+    before = {file["path"]: file for file in manifest["input_files"]}
+    now = describe_files(corpus.files)
+    if [*before] != [file["path"] for file in now]:
+        return False
+    changed = [file for file, facts in zip(corpus.files, now, strict=True) if before[file.path] != facts]
+    if changed and job.input.limit is not None:  # which rows of a file count hangs on the files before it
+        return False
+    corpus.check()
+    for file in changed:
+        digest = hashlib.sha256()
+        for document in corpus.read(file, FieldTypes()):
+            digest.update(row_line(document))
+        if digest.hexdigest() != manifest["text_sha256"].get(file.path, hashlib.sha256().hexdigest()):
+            return False
+    return True
+
+
+def _answers(semantic: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in semantic.items() if not key.startswith("input.")}
+
+
+def precision_to_keep(
+    job: Job, earlier: RunDirectory | None, carry: Carry | None, *, new_run: bool
+) -> KeptPrecision | None:
+    """Return the precision of the run that is continued, or whose rows are carried over."""
+    run = earlier
+    if not earlier and not new_run:
+        if carry:
+            run = carry.directories[0] if carry.runs else None
+        else:
+            run = last_answers(job) if job.input.incremental else None
+    return run and kept_precision(run)
+
+
+def kept_precision(run: RunDirectory) -> KeptPrecision | None:
+    """Return what a run computes in, if its manifest can be read and says so."""
+    try:
+        manifest = run.read_manifest()
+        dtype = manifest["model"]["dtype"]
+        gflops = (manifest.get("precision") or {}).get("gflops")
+        precision = Precision(dtype, f"as in {run.run_id}", gflops)
+        return KeptPrecision(manifest["device"], precision) if dtype in NAMES else None
+    except (InputError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,115 @@
+"""The prefill arena: the newest chunks of sequences in prefill, contiguous, at the model's precision.
+
+Leases are preallocated and equal; a sequence holds one from admission to the end of its prompt.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcache.pages.block_allocator import BlockAllocator
+from kvcache.quantize.error_compensation import compensation_weights
+
+# One of so many queries is looked at for the moments, which a few hundred guess well (benchmarks/compression.md).
+OBSERVED_EVERY = 16
+
+
+class ArenaPool(BlockAllocator):
+    """Hold `num_leases` arenas of `num_tokens` tokens each."""
+
+    def __init__(
+        self,
+        num_leases: int,
+        num_layers: int,
+        num_kv_heads: int,
+        num_tokens: int,
+        head_dim: int,
+        *,
+        compensates: bool,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ):
+        super().__init__(num_leases)
+        shape = (num_leases, num_layers, num_kv_heads, num_tokens)
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        moments_dim = head_dim if compensates else 0
+        self.moments = torch.zeros(*shape[:3], moments_dim, moments_dim, device=device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes + self.moments.nbytes
+
+
+class Arena:
+    """One lease: the last `length` tokens of a sequence.
+
+    Attributes:
+        keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
+        moments: sum of q qᵀ over every sixteenth of the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if
+            nothing compensates.
+        length: tokens held.
+    """
+
+    def __init__(self, pool: ArenaPool):
+        self._pool = pool
+        self._lease = pool.allocate(1).flatten()
+        index = int(self._lease)
+        self.keys, self.values, self.scores = pool.keys[index], pool.values[index], pool.scores[index]
+        self.moments = pool.moments[index].zero_()
+        self._key_weights: Tensor | None = None
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's new keys and values `[C, KVH, D]` behind those held; `extend` counts them."""
+        end = self.length + len(keys)
+        assert end <= self.capacity, "a chunk outgrew its arena"
+        self.keys[layer, :, self.length : end] = keys.transpose(0, 1)
+        self.values[layer, :, self.length : end] = values.transpose(0, 1)
+        self.scores[layer, :, self.length : end] = 0
+
+    def observe(self, layer: int, queries: Tensor) -> None:
+        """Add one layer's new queries `[C, H, D]` to the moments."""
+        if self.moments.numel():
+            seen = queries[-self.length % OBSERVED_EVERY :: OBSERVED_EVERY]  # whatever steps a chunk comes in
+            rows = seen.float().unflatten(1, (self.moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+            self.moments[layer].baddbmm_(rows.mT, rows)
+            self._key_weights = None
+
+    @property
+    def key_weights(self) -> Tensor | None:
+        """How the columns of keys make up for each other's errors, `[lanes, D, D]`, by the queries so far."""
+        if self._key_weights is None and self.moments.numel():
+            self._key_weights = compensation_weights(self.moments.flatten(0, 1))
+        return self._key_weights
+
+    def extend(self, num_tokens: int) -> None:
+        """Count tokens that every layer has written."""
+        self.length += num_tokens
+
+    def drop_front(self, num_tokens: int) -> None:
+        """Forget the oldest tokens."""
+        rest = self.length - num_tokens
+        for tensor in (self.keys, self.values, self.scores):
+            for layer in tensor:  # one at a time: in the processor's cache a copy costs little
+                left = layer[:, num_tokens : self.length]
+                layer[:, :rest] = left if rest <= num_tokens else left.clone()  # where they overlap
+        self.length = rest
+        self._key_weights = None  # as large as the moments, which alone are counted
+
+    def copy_from(self, other: "Arena") -> None:
+        """Take over another arena's tokens, scores and moments."""
+        self.length = other.length
+        for mine, theirs in zip(
+            (self.keys, self.values, self.scores), (other.keys, other.values, other.scores), strict=True
+        ):
+            mine[:, :, : self.length] = theirs[:, :, : self.length]
+        self.moments.copy_(other.moments)
+
+    def free(self) -> None:
+        """Give the lease back."""
+        self._pool.release(self._lease)

@@ -1,0 +1,20 @@
+"""Chance: the control that every scorer must beat. Seeded, so that a row alone and in a batch keeps the same."""
+
+import torch
+from torch import Tensor
+
+from kvcache.scorers.base import Observation
+
+
+class Random:
+    """Score by chance."""
+
+    needs_question = False
+    needs_weights = False
+    reconstructs = False
+    distance = None
+
+    def update(self, scores: Tensor, seen: Observation) -> None:
+        """See `Scorer.update`."""
+        generator = torch.Generator().manual_seed(seen.layer)
+        scores.copy_(torch.rand(scores.shape, generator=generator))

@@ -1,0 +1,22 @@
+"""Sinks and the newest tokens (Xiao et al. 2023, StreamingLLM): a baseline that must lose to every scorer.
+
+Within a chunk the later tokens win; sinks are kept by the cache itself (`warmup_tokens`).
+"""
+
+import torch
+from torch import Tensor
+
+from kvcache.scorers.base import Observation
+
+
+class Streaming:
+    """Score by position."""
+
+    needs_question = False
+    needs_weights = False
+    reconstructs = False
+    distance = None
+
+    def update(self, scores: Tensor, seen: Observation) -> None:
+        """See `Scorer.update`."""
+        scores.copy_(torch.arange(scores.shape[1], dtype=scores.dtype).expand_as(scores))
