@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MIN_STEP_TOKENS = 16
 WORKSPACE_RATIO = 0.1
-ARENA_RATIO = 0.25
+PREFILL_BUFFER_RATIO = 0.25
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Budget:
     """What the byte budget was divided into. `capacity_pages` is what rows may hold at once, `num_logits` after how
     many tokens of a step the next one may be chosen.
 
-    Arenas are for compressing policies: `num_arenas` sequences of `arena_tokens` tokens are in prefill at once. Where
+    Prefill buffers are for compressing policies: `num_prefill_buffers` sequences of `prefill_buffer_tokens` tokens
+        are in prefill at once. Where
     compression runs beside the model (`overlaps_compression`), they hold one chunk more.
     """
 
@@ -39,15 +40,17 @@ class Budget:
     step_tokens: int
     max_sequences: int
     capacity_pages: int
-    arena_tokens: int = 0
-    num_arenas: int = 0
+    prefill_buffer_tokens: int = 0
+    num_prefill_buffers: int = 0
     overlaps_compression: bool = False
     num_logits: int = 0
 
     @property
-    def arena_bytes(self) -> int:
-        """Bytes of all arenas."""
-        return self.num_arenas and self.num_arenas * self.layout.arena_bytes(self.arena_tokens)
+    def prefill_buffer_bytes(self) -> int:
+        """Bytes of all prefill buffers."""
+        return self.num_prefill_buffers and self.num_prefill_buffers * self.layout.prefill_buffer_bytes(
+            self.prefill_buffer_tokens
+        )
 
 
 def cache_layout(
@@ -115,13 +118,15 @@ def divide_budget(
             f"scorer {config.cache.scorer} judges whole chunks of {config.cache.chunk_size} tokens, but a step has "
             f"{step_tokens}; give engine.memory_budget and engine.step_tokens more, or cache.chunk_size less"
         )
-    arena_tokens, num_arenas, arena_bytes = _arenas(model, layout, config, step_tokens, overlaps)
-    pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - arena_bytes)
+    prefill_buffer_tokens, num_prefill_buffers, prefill_buffer_bytes = _prefill_buffers(
+        model, layout, config, step_tokens, overlaps
+    )
+    pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - prefill_buffer_bytes)
     if pages < layout.sequence_pages(1):
         raise BudgetError(
             f"a memory budget of {config.memory_budget_bytes:,} bytes leaves no room for a sequence: a step of "
-            f"{workspace_tokens} tokens takes {workspace_bytes:,} bytes, arenas {arena_bytes:,} and the shortest "
-            f"sequence {layout.sequence_bytes(1):,}; give engine.memory_budget more"
+            f"{workspace_tokens} tokens takes {workspace_bytes:,} bytes, prefill buffers {prefill_buffer_bytes:,} "
+            f"and the shortest sequence {layout.sequence_bytes(1):,}; give engine.memory_budget more"
         )
     if config.pool_pages is not None:
         pages = min(pages, config.pool_pages)
@@ -131,8 +136,8 @@ def divide_budget(
         step_tokens,
         max_sequences,
         pages,
-        arena_tokens,
-        num_arenas,
+        prefill_buffer_tokens,
+        num_prefill_buffers,
         overlaps,
         num_logits,
     )
@@ -158,19 +163,21 @@ def _reconstruction_tokens(config: EngineConfig) -> int:
     return config.cache.chunk_size + len(config.repeat_token_ids)
 
 
-def _arenas(
+def _prefill_buffers(
     model: ModelConfig,
     layout: CacheLayout | CompressedLayout,
     config: EngineConfig,
     step_tokens: int,
     overlaps: bool,
 ) -> tuple[int, int, int]:
-    """Return tokens and number of arenas, and the bytes of all: enough to fill a step, and one for a prefix."""
+    """Return tokens and number of prefill buffers, and their bytes: enough to fill a step, and one for a prefix."""
     cache = config.cache
     if not cache.compresses:
         return 0, 0, 0
-    tokens = layout.arena_tokens + overlaps * cache.chunk_size if cache.streaming else model.max_context
+    tokens = (
+        layout.prefill_buffer_tokens + overlaps * cache.chunk_size if cache.streaming else model.max_context
+    )
     wanted = -(-step_tokens // cache.chunk_size) + 1
-    affordable = int(config.memory_budget_bytes * ARENA_RATIO) // layout.arena_bytes(tokens)
+    affordable = int(config.memory_budget_bytes * PREFILL_BUFFER_RATIO) // layout.prefill_buffer_bytes(tokens)
     num = max(2, min(wanted, affordable))
-    return tokens, num, num * layout.arena_bytes(tokens)
+    return tokens, num, num * layout.prefill_buffer_bytes(tokens)

@@ -141,15 +141,15 @@ def forecast(
 
     Args:
         coefficients: seconds of each of a step's parts.
-        prefix: what the rows share. It is held beside them, where there are arenas with one of its own.
+        prefix: what the rows share. It is held beside them, where there are prefill buffers with one of its own.
         chunk_tokens: where a compressing cache lets a prompt advance at most so many at a time.
         alone: as `Scheduler` takes it.
     """
     scheduler = Scheduler(budget.step_tokens, budget.max_sequences, alone=alone)
     source = iter(rows)
-    free_pages, prefix_pages, num_arenas = budget.capacity_pages, 0, budget.num_arenas
+    free_pages, prefix_pages, num_prefill_buffers = budget.capacity_pages, 0, budget.num_prefill_buffers
     if prefix:
-        free_pages, num_arenas = free_pages - prefix.num_pages, num_arenas - 1
+        free_pages, num_prefill_buffers = free_pages - prefix.num_pages, num_prefill_buffers - 1
         prefix_pages = prefix.pages_after(prefix.prompt_tokens) if prefix.pages_after else prefix.num_pages
     seconds, peak_pages = 0.0, 0
 
@@ -157,7 +157,7 @@ def forecast(
         if not scheduler.running:  # it was planned, so it does: the engine gives up a prefix that nobody uses
             return True
         num_prefills = sum(sequence.in_prefill for sequence in scheduler.running)
-        return pages <= free_pages and (not budget.num_arenas or num_prefills < num_arenas)
+        return pages <= free_pages and (not budget.num_prefill_buffers or num_prefills < num_prefill_buffers)
 
     waiting: PlannedRow | None = None
     while True:

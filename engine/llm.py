@@ -228,11 +228,13 @@ class LLM:
                 return (
                     "a streamed prompt needs a cache policy that judges chunk by chunk, and shares no prefix"
                 )
-            left = positions_left(context, self.budget.arena_tokens, new, len(request.probe_token_ids))
+            left = positions_left(
+                context, self.budget.prefill_buffer_tokens, new, len(request.probe_token_ids)
+            )
             if left < self.config.cache.chunk_size:
                 return (
                     f"the model's context of {context:,} is too short to stream: the newest "
-                    f"{self.budget.arena_tokens:,} tokens and an answer leave {left:,} positions to all others"
+                    f"{self.budget.prefill_buffer_tokens:,} tokens and an answer leave {left:,} positions to all others"
                 )
         elif request.max_tokens > context:
             return f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of {context:,}"

@@ -22,7 +22,7 @@ class StepSample:
         num_tokens: computed, guesses that did not come true included.
         num_prefills: rows in prefill, those that had to sit out the step included.
         num_decodes: rows in decode.
-        num_arenas: arenas held, shared prefixes' included; 0 where nothing is compressed.
+        num_prefill_buffers: prefill buffers held, shared prefixes' included; 0 where nothing is compressed.
         kv_used_bytes: of the pool; where the pool was never fuller, the most since the step before.
         kv_reserved_bytes: of the pool, for the rows there are.
     """
@@ -33,7 +33,7 @@ class StepSample:
     num_tokens: int
     num_prefills: int
     num_decodes: int
-    num_arenas: int
+    num_prefill_buffers: int
     kv_used_bytes: int
     kv_reserved_bytes: int
 
@@ -98,7 +98,7 @@ class Monitor:
             num_tokens=plan.num_tokens,
             num_prefills=num_rows - num_decodes,
             num_decodes=num_decodes,
-            num_arenas=cache.num_arenas,
+            num_prefill_buffers=cache.num_prefill_buffers,
             kv_used_bytes=used,
             kv_reserved_bytes=(cache.num_blocks - cache.num_available) * self._block_bytes,
         )

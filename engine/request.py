@@ -140,9 +140,9 @@ class EngineStats:
     """Totals since the engine started. Prompt tokens count every prompt, cached ones the part not computed again;
     computed ones are counted as they are computed, once for a shared prefix.
 
-    `kv_allocated_bytes` is all that was allocated, arenas included, `kv_pool_bytes` the pages of it; the others are
-    bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens were guessed
-    (`engine.prompt_lookup`), accepted ones guessed right.
+    `kv_allocated_bytes` is all that was allocated, prefill buffers included, `kv_pool_bytes` the pages of it; the
+    others are bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens
+    were guessed (`engine.prompt_lookup`), accepted ones guessed right.
     """
 
     num_rows: int

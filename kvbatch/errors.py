@@ -17,7 +17,7 @@ import traceback
 
 
 class KvbatchError(Exception):
-    """Base of every error that carries a message meant for the user.
+    """Base of every error that reuses a message meant for the user.
 
     Args:
         lines: of the message. A line break within one is part of what it quotes, and shown as such.

@@ -40,7 +40,7 @@ from kvbatch.run_dir.manifest import (
     prompt_time,
 )
 from kvbatch.run_dir.record import write_record
-from kvbatch.run_dir.reuse import Carry, carried_by_default, check_model, precision_to_keep, time_of_last
+from kvbatch.run_dir.reuse import Reuse, check_model, precision_to_keep, reused_by_default, time_of_last
 from kvbatch.signals import Stopper
 from kvbatch.text import counted, digest, format_bytes
 
@@ -160,7 +160,7 @@ class JobRunner:
             "semantic_hash": digest(self.fingerprint.semantic),
             "operational": self.fingerprint.operational,
             "operational_hash": digest(self.fingerprint.operational),
-            "carry": Carry().to_dict(),
+            "reuse": Reuse().to_dict(),
         }
 
     def may_continue(self, run: RunDirectory, *, insists: bool) -> bool:
@@ -174,7 +174,7 @@ class JobRunner:
             InputError: An input file or the run cannot be read.
         """
         from kvbatch.run_dir.commit import has_finished_rows
-        from kvbatch.run_dir.previous_rows import can_carry
+        from kvbatch.run_dir.previous_rows import can_be_reused
 
         found = run.read_manifest()
         if "semantic" not in found:
@@ -184,10 +184,10 @@ class JobRunner:
         self._input_hashes = hash_files(self.corpus.files, found["input_files"], found["input_sha256"])
         changed_keys = changes(found["semantic"], self.fingerprint.semantic)
         lines = changed_keys + input_changes(found, self._input_hashes)
-        # a new run carries over what this one finished
+        # a new run reuses what this one finished
         builds_upon = not insists and self.job.input.incremental
         if not lines:
-            return not builds_upon or can_carry(run)
+            return not builds_upon or can_be_reused(run)
         if builds_upon and not changed_keys:
             return False
         if not insists and (run.end or not has_finished_rows(run)):
@@ -203,8 +203,8 @@ class JobRunner:
             f"({remedy})",
         )
 
-    def choose_rows(self, carry: Carry | None, new_run: bool) -> None:
-        """Choose what a new run carries over, and with it the time that its prompts were rendered at.
+    def choose_rows(self, reuse: Reuse | None, new_run: bool) -> None:
+        """Choose what a new run reuses, and with it the time that its prompts were rendered at.
 
         A template that writes the date would otherwise have every row done again each day, or rows of two days beside
         each other.
@@ -214,22 +214,22 @@ class JobRunner:
             InputError: The manifest of that run cannot be read.
         """
         time = now()
-        if carry is None and self.job.input.incremental and not new_run:
+        if reuse is None and self.job.input.incremental and not new_run:
             self._render_at(time_of_last(self.job, self.fingerprint.semantic) or time)
-            carry = carried_by_default(self.job, self.fingerprint.semantic)
-            if carry is None:
+            reuse = reused_by_default(self.job, self.fingerprint.semantic)
+            if reuse is None:
                 self._render_at(time)
-        elif carry:
-            check_model(carry, self.fingerprint.semantic)
-            self._render_at(prompt_time(carry.directories[0].read_manifest()) or time)
+        elif reuse:
+            check_model(reuse, self.fingerprint.semantic)
+            self._render_at(prompt_time(reuse.directories[0].read_manifest()) or time)
         elif self.earlier:
             self._render_at(time)
-        if carry and self._chat and self._chat.shows_time and self._chat.at(time).digest != self._chat.digest:
+        if reuse and self._chat and self._chat.shows_time and self._chat.at(time).digest != self._chat.digest:
             self.progress.note(
                 f"note: the chat template writes the time, which stays that of {self._chat.time:%Y-%m-%d}, when the "
-                "rows that are carried over were done; kvbatch run --new-run takes today's, and does all rows"
+                "rows that are reused were done; kvbatch run --new-run takes today's, and does all rows"
             )
-        self.manifest["carry"] = (carry or Carry()).to_dict()
+        self.manifest["reuse"] = (reuse or Reuse()).to_dict()
 
     def divide_budget(self, earlier: RunDirectory | None) -> None:
         """Divide the memory, as the run that is continued did: its plan stands.
@@ -250,7 +250,7 @@ class JobRunner:
         self.manifest["input_sha256"] = self._input_hashes or hash_files(self.corpus.files)
 
     def find_plan(self) -> RunDirectory | None:
-        """Return what `kvbatch plan` left for this very job, its input and what it carries over, if it left that."""
+        """Return what `kvbatch plan` left for this very job, its input and what it reuses, if it left that."""
         planned = plan_directory(self.job)
         try:
             found = planned.read_manifest()
@@ -259,7 +259,7 @@ class JobRunner:
         except InputError:  # there is none, or none that can be used
             return None
         fits = {"plan", "files"} <= found.keys() and found.get("operational") == self.fingerprint.operational
-        fits = fits and Carry.of(planned) == Carry(**self.manifest["carry"])
+        fits = fits and Reuse.of(planned) == Reuse(**self.manifest["reuse"])
         return planned if fits and self.may_continue(planned, insists=False) else None
 
     def prepare(self, run: RunDirectory, log: RunLog) -> tuple["PlanSummary", "Recovered"]:
@@ -374,7 +374,7 @@ class JobRunner:
             )
         if guard.action == "fallback_full":
             # as the session left it that judged: its engine turned the heads
-            if self.job.cache.policy.quantises:
+            if self.job.cache.policy.quantizes:
                 self.model.decoder.rotate_heads()
             problem += "; the job runs with the full cache"
             full = self.job.cache.model_validate({"preset": "none"})
@@ -396,7 +396,7 @@ class JobRunner:
                 "planned",
                 rows=plan.num_rows,
                 running=plan.num_running,
-                carried=plan.num_carried,
+                reused=plan.num_reused,
                 outcomes=plan.outcomes,
                 bins=plan.num_bins,
             )
@@ -433,7 +433,7 @@ class JobRunner:
             "left_out": self.corpus.num_left_out,
             "text_sha256": plan.text_hashes,
             "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
-            "carry": before["carry"],
+            "reuse": before["reuse"],
             "files": before.get("files", {}) | files,
         }
         kept = {key: before[key] for key in ("run_id", "number") if key in before}
@@ -445,10 +445,10 @@ class JobRunner:
     ) -> tuple["PlanSummary", dict[str, Any]]:
         """Write the plan's files; return what they come to, and what describes them; raises as `make_plan`."""
         from kvbatch.plan.planner import Planner
-        from kvbatch.run_dir.previous_rows import EarlierRows
+        from kvbatch.run_dir.previous_rows import PreviousRows
 
-        carry = Carry.of(run)
-        earlier = EarlierRows(carry) if carry.runs else None
+        reuse = Reuse.of(run)
+        earlier = PreviousRows(reuse) if reuse.runs else None
         context = self.model.config.max_context
         planner = Planner(self.job, self.builder, self.budget, context, earlier, known_tokens)
         plan = planner.write(self.corpus.documents(), run.path, self.progress.advance)

@@ -43,11 +43,12 @@ class KVCacheConfig:
         layer_budget: for budget `layered`, one weight per layer.
         streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
         whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
-        compensate: choose a quantised page's codes so that their errors make up for each other in what queries and the
+        compensate: choose a quantized page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
-        two_axis: quantised keys also carry one factor per token, which evens out tokens as scales even out channels.
-        overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its arena for
-            one chunk longer, so what is generated may differ. None: where the device has a stream to spare, on a GPU.
+        two_axis: quantized keys also carry one factor per token, which evens out tokens as scales even out channels.
+        overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its prefill
+            buffer for one chunk longer, so what is generated may differ. None: where the device has a stream to
+            spare, on a GPU.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:
@@ -110,14 +111,14 @@ class KVCacheConfig:
         return self.compresses and self.judges and self.streaming
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether any tier has fewer bits than the model."""
         return self.compresses and any(tier.value_bits < 16 for tier in self.resolved_tiers)
 
     @property
     def compensates(self) -> bool:
         """Whether there are errors to be made up for."""
-        return self.compensate and self.quantises
+        return self.compensate and self.quantizes
 
     @property
     def judges(self) -> bool:
@@ -233,8 +234,8 @@ PRESETS = {
     "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=4, recent_tokens=96),
     # with so few places, what the question looks at must win them in any lane
     "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4, budget="global"),
-    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens; an arena of two chunks is
-    # small enough for larger ones, which take less time
+    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens; a prefill buffer of two
+    # chunks is small enough for larger ones, which take less time
     "default": _preset(
         quant_bits=4, recent_tokens=48, chunk_size=512, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))
     ),

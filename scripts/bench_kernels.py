@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kernels import ops as layer_ops
-from engine.kernels.int8 import Int8Rows, quantise_weight
+from engine.kernels.int8 import Int8Rows, quantize_weight
 from engine.kernels.packed import pack_weight
 from kvbatch.model.handle import resolve_dtype
-from kvcache.kernels import reference as torch_twin
+from kvcache.kernels import reference
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.page_tokens import PageRows
-from kvcache.quantize.pages import quantise_pages
+from kvcache.quantize.pages import quantize_pages
 from kvcache.sizes.page_format import PageFormat
 
 PAGE_TOKENS = 64
-KERNELS = ("product", "prefill", "decode", "quantise", "unpack")
+KERNELS = ("product", "prefill", "decode", "quantize", "unpack")
 LAYER_SHAPES = {  # depth and width of a layer's matrices
     "135M qkv": (576, 960),
     "135M gate and up": (576, 3072),
@@ -94,7 +94,7 @@ class Bench:
         for kernel, measure, names in (
             ("prefill", self.prefill_chunk, self.formats),
             ("decode", self.decode, self.formats),
-            ("quantise", self.quantise, packed),
+            ("quantize", self.quantize, packed),
             ("unpack", self.unpack, packed),
         ):
             for name in names if kernel in kernels else ():
@@ -126,9 +126,9 @@ class Bench:
         """Measure what multiplies codes; torch gets numbers."""
         x, out, weights = self._layers(num_rows)
         codes = Int8Rows(torch.empty(x.shape, dtype=torch.int8), torch.empty(num_rows))
-        layer_ops.quantise_rows(x, codes)
+        layer_ops.quantize_rows(x, codes)
         panel, group = layer_ops.int8_panel(), layer_ops.int8_group()
-        packed = [quantise_weight(weight, panel, group) for weight in weights]
+        packed = [quantize_weight(weight, panel, group) for weight in weights]
         return self._products(
             f"product, {num_rows:,} rows, int8 weights",
             (x, out, weights),
@@ -195,15 +195,15 @@ class Bench:
             lambda: scaled_dot_product_attention(folded, keys, values),
         )
 
-    def quantise(self, name: str) -> Row:
+    def quantize(self, name: str) -> Row:
         kind = self.formats[name]
         numbers = torch.randn(2, self.lanes * self.tokens // PAGE_TOKENS, PAGE_TOKENS, self.dim)
         rows = PageRows.of_pages(*numbers)
         return self._traffic(
-            f"quantise, {name}",
+            f"quantize, {name}",
             numbers.nbytes,
-            lambda: ops.quantise(rows, kind, num_threads=self.threads),
-            lambda: torch_twin.quantise(rows, kind),
+            lambda: ops.quantize(rows, kind, num_threads=self.threads),
+            lambda: reference.quantize(rows, kind),
         )
 
     def unpack(self, name: str) -> Row:
@@ -212,15 +212,15 @@ class Bench:
         return self._traffic(
             f"unpack, {name}",
             out.nbytes,
-            lambda: ops.dequantise(table, out=out.unbind(), num_threads=self.threads),
-            lambda: torch_twin.dequantise(table, out=out.unbind()),
+            lambda: ops.dequantize(table, out=out.unbind(), num_threads=self.threads),
+            lambda: reference.dequantize(table, out=out.unbind()),
         )
 
     def _table(self, kind: PageFormat, num_sequences: int) -> PageTable:
         shape = (self.lanes, max(1, self.tokens // PAGE_TOKENS))
         per_sequence = shape[0] * shape[1]
         rows = torch.randn(2, per_sequence, PAGE_TOKENS, self.dim)
-        slab = quantise_pages(*rows, kind).flatten().repeat(num_sequences)
+        slab = quantize_pages(*rows, kind).flatten().repeat(num_sequences)
         numbers = torch.randperm(per_sequence * num_sequences).view(num_sequences, *shape)
         full = torch.full(shape, PAGE_TOKENS)
         return PageTable.of(slab, [[(kind, n * kind.page_units, full)] for n in numbers])

@@ -1,4 +1,4 @@
-"""Print what int8 weights cost: the perplexity of a text with the model's own weights and with quantised ones.
+"""Print what int8 weights cost: the perplexity of a text with the model's own weights and with quantized ones.
 
     eval_weights.py --model MODEL --text text.txt --tokens 16384
 

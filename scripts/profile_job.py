@@ -35,7 +35,7 @@ _KERNELS = ("kvcache.kernels.cpu.ops", "kvcache.kernels.reference")
 PARTS: dict[str, tuple[str, ...]] = {
     "opening": ("kvbatch.model.handle:open_model", "kvbatch.corpus.corpus:Corpus.check"),
     "reading": ("kvbatch.corpus.corpus:Corpus.documents",),
-    "tokenising": ("kvbatch.prompts.builder:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
+    "tokenizing": ("kvbatch.prompts.builder:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
     "planning": ("kvbatch.plan.planner:Planner.write",),
     "loading": ("engine.models:load_model", "engine.llm:make_cache"),
     "GEMM": ("engine.models.layers:Passes._project", "engine.models.layers:Passes._add_projected"),
@@ -52,7 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "engine.cache.compressed:CompressedBackend.advance",
     ),
     "sampling": ("engine.llm:sample",),
-    "detokenising": ("engine.detokenizer:Detokenizer.__call__", "engine.llm:finish_reason"),
+    "detokenizing": ("engine.detokenizer:Detokenizer.__call__", "engine.llm:finish_reason"),
     "scheduling": (
         "engine.runner:Runner.execute",
         "engine.scheduler:Scheduler.plan_step",

@@ -1,7 +1,8 @@
 """Attention of one sequence's new tokens over its compressed cache.
 
-Kernels read pages in place, and yield the largest attention each key of the arena receives. Scorers that look at other
-attention than that need the probabilities themselves: for them the arena is attended explicitly, in torch.
+Kernels read pages in place, and yield the largest attention each key of the prefill buffer receives. Scorers that
+look at other attention than that need the probabilities themselves: for them the prefill buffer is attended
+explicitly, in torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.cpu import flash
 from kvcache.kernels.page_table import PageTable
-from kvcache.pages.prefill_buffer import Arena
+from kvcache.pages.prefill_buffer import PrefillBuffer
 from kvcache.scorers.base import Observation, Scorer
 from kvcache.scorers.probe import raise_by_probes
 
@@ -24,10 +25,10 @@ Lanes = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's pages of one sequence, for kernels (`table`) and dequantised (`lanes`).
+    """One layer's pages of one sequence, for kernels (`table`) and dequantized (`lanes`).
 
     Attributes:
-        rounds: kernels may round (`prefill_attention`), since what leaves the arena is rounded more.
+        rounds: kernels may round (`prefill_attention`), since what leaves the prefill buffer is rounded more.
     """
 
     kernels: ModuleType
@@ -36,10 +37,10 @@ class LayerPages:
     rounds: bool
 
     def lanes(self) -> Lanes:
-        """Dequantise into the workspace, which the next call overwrites."""
+        """Dequantize into the workspace, which the next call overwrites."""
         counts = self.table.tokens[0].tolist()
         out = self.workspace(sum(counts))
-        self.kernels.dequantise(self.table, out=out, num_threads=torch.get_num_threads())
+        self.kernels.dequantize(self.table, out=out, num_threads=torch.get_num_threads())
         return list(zip(*(x.split(counts) for x in out), strict=True))
 
     def attend(
@@ -68,7 +69,7 @@ def attend_chunk(
     q: Tensor,  # [C + P, H, D] the chunk's tokens, then the probes
     k: Tensor,  # [C + P, KVH, D]
     v: Tensor,  # [C + P, KVH, D]
-    arena: Arena,
+    prefill_buffer: PrefillBuffer,
     pages: LayerPages,
     out: Tensor,  # [C + P, H, D]
     scorer: Scorer | None,
@@ -76,19 +77,20 @@ def attend_chunk(
     queries: Sequence[slice],
     num_probes: int = 0,
 ) -> None:
-    """Write a chunk to the arena, note its queries, attend it to pages and arena, and let the scorer see it.
+    """Write a chunk to the prefill buffer, note its queries, attend it to pages and prefill buffer, and let the
+    scorer see it.
 
     Only `queries` of the chunk's tokens attend: the others' rows of `out` are left as they are. Probes follow the chunk
     and are not cached; what they attend to raises the scores.
     """
     count = len(q) - num_probes
-    arena.write(layer, k[:count], v[:count])
-    arena.observe(layer, q[:count])
-    total = arena.length + count
-    keys, values = arena.keys[layer, :, :total], arena.values[layer, :, :total]
-    scores = arena.scores[layer, :, :total]
+    prefill_buffer.write(layer, k[:count], v[:count])
+    prefill_buffer.observe(layer, q[:count])
+    total = prefill_buffer.length + count
+    keys, values = prefill_buffer.keys[layer, :, :total], prefill_buffer.values[layer, :, :total]
+    scores = prefill_buffer.scores[layer, :, :total]
     for part in queries:
-        seen = (x[:, : arena.length + part.stop] for x in (keys, values, scores))
+        seen = (x[:, : prefill_buffer.length + part.stop] for x in (keys, values, scores))
         _attend_scored(layer, q[part], *seen, pages, out[part], scorer)
     if num_probes:
         keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
@@ -102,25 +104,25 @@ def attend_aside(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    arena: Arena | None,
+    prefill_buffer: PrefillBuffer | None,
     pages: LayerPages,
     scorer: Scorer | None = None,
 ) -> Tensor:
     """Attend tokens to the cache and to themselves without caching them; shapes as in `attend_chunk`.
 
-    A scorer sees them and updates the scores of the arena's keys.
+    A scorer sees them and updates the scores of the prefill buffer's keys.
     """
     keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     out = q.new_empty(q.shape)
-    if not arena:
+    if not prefill_buffer:
         pages.attend(q, keys, values, out)
         return out
-    keys = torch.cat([arena.keys[layer, :, : arena.length], keys], 1)
-    values = torch.cat([arena.values[layer, :, : arena.length], values], 1)
-    held = arena.scores[layer, :, : arena.length]
+    keys = torch.cat([prefill_buffer.keys[layer, :, : prefill_buffer.length], keys], 1)
+    values = torch.cat([prefill_buffer.values[layer, :, : prefill_buffer.length], values], 1)
+    held = prefill_buffer.scores[layer, :, : prefill_buffer.length]
     scores = F.pad(held, (0, len(q)))  # the tokens' own are let go
     _attend_scored(layer, q, keys, values, scores, pages, out, scorer)
-    held.copy_(scores[:, : arena.length])
+    held.copy_(scores[:, : prefill_buffer.length])
     return out
 
 

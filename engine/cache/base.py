@@ -44,7 +44,7 @@ class CacheBackend(Protocol):
     allocated_bytes: int
     used_bytes: int
     peak_bytes: int
-    num_arenas: int  # in use
+    num_prefill_buffers: int  # in use
 
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """Tell whether so many sequences that together need `num_blocks` can be opened now."""

@@ -1,4 +1,4 @@
-"""Scored, tiered, quantised: sequences in a compressed cache."""
+"""Scored, tiered, quantized: sequences in a compressed cache."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,9 +15,9 @@ from kvcache.compress.compressor import Compressor
 from kvcache.compress.lane_shares import LaneShares
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import cpu_kernels
-from kvcache.pages.block_pool import FramePool
-from kvcache.pages.prefill_buffer import ArenaPool
-from kvcache.quantize.error_compensation import compensation_weights, output_moments
+from kvcache.pages.block_pool import BlockPool
+from kvcache.pages.prefill_buffer import PrefillBufferPool
+from kvcache.quantize.error_compensation import compensation_weights, output_second_moments
 from kvcache.scorers.base import Scorer
 from kvcache.scorers.registry import get_scorer
 from kvcache.sequence.compressed import CompressedCache
@@ -29,12 +29,13 @@ LAST_LAYER_QUERIES, LAST_LAYER_EVERY = 16, 64
 
 
 class CompressedBackend:
-    """Keep sequences in a frame pool and, while in prefill, in arenas.
+    """Keep sequences in a block pool and, while in prefill, in prefill buffers.
 
     Args:
-        arena_tokens: size of an arena; what an eviction in one go at the prompt's end needs is the whole prompt.
-        num_arenas: the most sequences in prefill at once.
-        overlaps_compression: compress in the background; arenas must hold one chunk more.
+        prefill_buffer_tokens: size of a prefill buffer; what an eviction in one go at the prompt's end needs is the
+            whole prompt.
+        num_prefill_buffers: the most sequences in prefill at once.
+        overlaps_compression: compress in the background; prefill buffers must hold one chunk more.
         max_context: positions the model has.
         move_keys: see `Decoder.move_keys`.
         repeat_token_ids: see `EngineConfig`.
@@ -45,10 +46,10 @@ class CompressedBackend:
     def __init__(
         self,
         layout: CompressedLayout,
-        num_frames: int,
+        num_blocks: int,
         *,
-        arena_tokens: int,
-        num_arenas: int,
+        prefill_buffer_tokens: int,
+        num_prefill_buffers: int,
         overlaps_compression: bool = False,
         max_context: int,
         move_keys: Callable[[Tensor, Tensor], Tensor],
@@ -61,12 +62,12 @@ class CompressedBackend:
     ):
         config = layout.config
         self.layout = layout
-        self.frames = FramePool(num_frames, layout.page_bytes, device=device)
-        self.arenas = ArenaPool(
-            num_arenas,
+        self.blocks = BlockPool(num_blocks, layout.page_bytes, device=device)
+        self.prefill_buffers = PrefillBufferPool(
+            num_prefill_buffers,
             layout.num_layers,
             layout.num_kv_heads,
-            arena_tokens,
+            prefill_buffer_tokens,
             layout.head_dim,
             compensates=config.compensates,
             dtype=dtype,
@@ -88,40 +89,40 @@ class CompressedBackend:
 
     @property
     def num_blocks(self) -> int:
-        return self.frames.num_blocks
+        return self.blocks.num_blocks
 
     @property
     def num_available(self) -> int:
-        return self.frames.num_available
+        return self.blocks.num_available
 
     @property
     def allocated_bytes(self) -> int:
-        return self.frames.allocated_bytes + self.arenas.allocated_bytes
+        return self.blocks.allocated_bytes + self.prefill_buffers.allocated_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self.frames.used_bytes
+        return self.blocks.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self.frames.peak_bytes
+        return self.blocks.peak_bytes
 
     @property
-    def num_arenas(self) -> int:
-        return self.arenas.num_used
+    def num_prefill_buffers(self) -> int:
+        return self.prefill_buffers.num_used
 
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """See `CacheBackend.can_open`."""
-        return num_blocks <= self.frames.num_available and self.arenas.num_free >= num_sequences
+        return num_blocks <= self.blocks.num_available and self.prefill_buffers.num_free >= num_sequences
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         """See `CacheBackend.open`."""
         return CompressedCache(
             self._compressor,
             self._whole_dtype,
-            self.frames,
+            self.blocks,
             num_blocks,
-            self.arenas,
+            self.prefill_buffers,
             prefix,
             self._background,
             whole_chunks=self.scorer is not None and self.scorer.distance is None,
@@ -142,7 +143,7 @@ class CompressedBackend:
         decode = self._decode(spans) if spans else None
         chunks = [
             (
-                c.sequence.cache.arena,
+                c.sequence.cache.prefill_buffer,
                 self._pages(c.sequence.cache),
                 c.num_tokens,
                 len(self.probe_tokens(c.sequence, c.num_tokens)),
@@ -158,13 +159,13 @@ class CompressedBackend:
             if decode:
                 out[:num_decodes] = decode(layer, q[:num_decodes], k[:num_decodes], v[:num_decodes])
             start = num_decodes
-            for arena, pages, count, num_probes, last_queries in chunks:
+            for prefill_buffer, pages, count, num_probes, last_queries in chunks:
                 span = slice(start, start + count + num_probes)
                 is_last = layer == self.layout.num_layers - 1
                 attend_chunk(
                     layer,
                     *(x[span] for x in (q, k, v)),
-                    arena,
+                    prefill_buffer,
                     pages(layer),
                     out[span],
                     scorer,
@@ -201,13 +202,15 @@ class CompressedBackend:
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""
         pages = self._pages(cache)
-        return lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.arena, pages(layer), scorer)
+        return lambda layer, q, k, v: attend_aside(layer, q, k, v, cache.prefill_buffer, pages(layer), scorer)
 
     def _weigh(self, output_weights: Iterable[Tensor]) -> Tensor:
         """Return `compensation_weights` of every lane's values."""
         layout = self.layout
-        moments = (output_moments(w, layout.num_kv_heads, layout.head_dim) for w in output_weights)
-        return torch.cat([compensation_weights(m) for m in moments])
+        second_moments = (
+            output_second_moments(w, layout.num_kv_heads, layout.head_dim) for w in output_weights
+        )
+        return torch.cat([compensation_weights(m) for m in second_moments])
 
     def _decode(self, spans: list[tuple[CompressedCache, int]]) -> Attend:
         """Return the part of the callback that stores and attends the next tokens of each sequence.
@@ -220,7 +223,7 @@ class CompressedBackend:
         key_places, value_places = (  # each layer's [KVH, T]
             torch.cat(x, 1).unflatten(0, (num_layers, -1)).unbind() for x in zip(*slots, strict=True)
         )
-        table = PageTable.join(self.frames.slab, [each for part in pages for each in part])
+        table = PageTable.join(self.blocks.slab, [each for part in pages for each in part])
         caches = [cache for cache, count in spans for _ in range(count)]
         tables, write = table.by_layer(num_layers), caches[0].recent.write_rows
         seen: list[Tensor] = []
@@ -258,15 +261,15 @@ class CompressedBackend:
 
     def _pages(self, cache: CompressedCache) -> Callable[[int], LayerPages]:
         """Return a function that gives one layer's pages."""
-        tables = PageTable.of(self.frames.slab, [cache.page_lists]).by_layer(self.layout.num_layers)
-        rounds = self.layout.config.quantises or self._whole_dtype == torch.bfloat16
+        tables = PageTable.of(self.blocks.slab, [cache.page_lists]).by_layer(self.layout.num_layers)
+        rounds = self.layout.config.quantizes or self._whole_dtype == torch.bfloat16
         return lambda layer: LayerPages(self._kernels, tables[layer], self._workspace, rounds)
 
     def _workspace(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return room for keys and values, float32 `[num_tokens, D]`; it is kept, since fresh memory is dear."""
         if self._room is None or self._room.shape[1] < num_tokens:
             self._room = torch.empty(
-                2, num_tokens * 5 // 4, self.layout.head_dim, device=self.frames.slab.device
+                2, num_tokens * 5 // 4, self.layout.head_dim, device=self.blocks.slab.device
             )
         return self._room[0, :num_tokens], self._room[1, :num_tokens]
 
@@ -275,7 +278,7 @@ class CompressedBackend:
     ) -> None:
         """See `CacheBackend.advance`."""
         cache = sequence.cache
-        if not cache.arena:
+        if not cache.prefill_buffer:
             cache.count_decoded()
             return
         cache.extend(num_tokens, prompt_ends=prompt_ends)
@@ -292,35 +295,38 @@ class CompressedBackend:
         cache.compress(prompt_tokens, thinning=thinning, prompt_ends=prompt_ends)
 
     def _rebase(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the arena's first tokens, which are about to leave it, their last position, and move up the others."""
-        request, cache, arena = sequence.request, sequence.cache, sequence.cache.arena
+        """Give the prefill buffer's first tokens, which leave it next, their last position, and move up the others."""
+        request, cache, prefill_buffer = sequence.request, sequence.cache, sequence.cache.prefill_buffer
         left = positions_left(
             self._max_context,
-            arena.capacity,
+            prefill_buffer.capacity,
             request.sampling.max_new_tokens,
             len(request.probe_token_ids),
         )
         positions = StreamPositions(sequence.num_prompt_tokens, self.layout.config.warmup_tokens, left)
-        first = cache.num_tokens - arena.length
+        first = cache.num_tokens - prefill_buffer.length
         moved = positions.of(first + num_tokens) - positions.of(first) - num_tokens
         offsets = [
             positions.of(first + i) - positions.of(first) - i if i < num_tokens else moved
-            for i in range(arena.length)
+            for i in range(prefill_buffer.length)
         ]
         if any(offsets):
-            shift = torch.tensor(offsets, device=arena.keys.device)
-            for keys in arena.keys[:, :, : arena.length]:  # a layer at a time: in float32 they are large
+            shift = torch.tensor(offsets, device=prefill_buffer.keys.device)
+            for keys in prefill_buffer.keys[
+                :, :, : prefill_buffer.length
+            ]:  # a layer at a time: in float32 they are large
                 keys.copy_(self._move_keys(keys, shift))
             sequence.position += moved
 
     def _reconstruct(self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead) -> None:
-        """Let the model repeat the arena's first tokens, a chunk in each pass, and the scorer see what it looks at.
+        """Let the model repeat the prefill buffer's first tokens, a chunk in each pass, and the scorer see what it
+        looks at.
 
         Where the context leaves no room behind the sequence, a pass takes the last positions there are, those of the
         newest tokens once more.
         """
         cache, request = sequence.cache, self._repeat_token_ids
-        first = cache.num_tokens - cache.arena.length
+        first = cache.num_tokens - cache.prefill_buffer.length
         end = first + num_tokens
         size = min(self.layout.config.chunk_size, self._max_context - len(request))
         attend = self.attend_aside(cache, self.scorer)
@@ -330,6 +336,6 @@ class CompressedBackend:
 
     def check(self) -> None:
         """See `CacheBackend.check`."""
-        self.frames.check()
-        self.arenas.check()
-        assert self.frames.num_reserved == 0, "a reservation was not given back"
+        self.blocks.check()
+        self.prefill_buffers.check()
+        assert self.blocks.num_reserved == 0, "a reservation was not given back"

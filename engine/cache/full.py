@@ -54,7 +54,7 @@ class FullCache:
         return self.pool.peak_bytes
 
     @property
-    def num_arenas(self) -> int:
+    def num_prefill_buffers(self) -> int:
         return 0
 
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:

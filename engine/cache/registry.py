@@ -24,13 +24,13 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
     from engine.cache.compressed import CompressedBackend
     from engine.head_calibration import calibrate
 
-    if config.cache.quantises:
+    if config.cache.quantizes:
         model.rotate_heads()
     return CompressedBackend(
         budget.layout,
         budget.capacity_pages,
-        arena_tokens=budget.arena_tokens,
-        num_arenas=budget.num_arenas,
+        prefill_buffer_tokens=budget.prefill_buffer_tokens,
+        num_prefill_buffers=budget.num_prefill_buffers,
         overlaps_compression=budget.overlaps_compression,
         max_context=model.config.max_context,
         move_keys=model.move_keys,

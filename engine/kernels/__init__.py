@@ -1,1 +1,1 @@
-"""What a layer computes besides matrix products and attention, as C++ kernels with torch twins."""
+"""What a layer computes besides matrix products and attention, as C++ kernels with torch references."""

@@ -13,7 +13,7 @@ static inline void write(float* p, f32x8 x) { store(p, x); }
 
 static inline void write(bf16* p, f32x8 x) { store_bf16(p, x); }
 
-// Keeps a product from being contracted with the addition that follows: two roundings, as in the torch twin.
+// Keeps a product from being contracted with the addition that follows: two roundings, as in the torch reference.
 static inline f32x8 rounded(f32x8 x) {
 #if defined(__AVX2__)
   asm("" : "+x"(x));
@@ -22,7 +22,7 @@ static inline f32x8 rounded(f32x8 x) {
 }
 
 // |x| to the largest is 127; a row that is not finite gets a scale that is not.
-static inline void quantise_row(const float* x, int count, int8_t* codes, float* scale) {
+static inline void quantize_row(const float* x, int count, int8_t* codes, float* scale) {
   f32x8 best = splat(0.f), poison = splat(0.f);
   for (int i = 0; i < count; i += 8) {
     const f32x8 magnitude = (f32x8)((u32x8)load(x + i) & 0x7fffffffu);

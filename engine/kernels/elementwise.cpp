@@ -49,7 +49,7 @@ void rms_norm(const T* x, const T* weight, int64_t num_rows, int width, float ep
       const f32x8 y = read(from + i) * factor * read(weight + i);
       codes ? store(room + i, y) : write(out + row * width + i, y);
     }
-    if (codes) quantise_row(room, width, codes + row * width, scales + row);
+    if (codes) quantize_row(room, width, codes + row * width, scales + row);
   });
 }
 
@@ -63,15 +63,15 @@ void silu_mul(const T* gate_up, int64_t num_rows, int width, T* out, int8_t* cod
       const f32x8 y = (g < 0.f ? g * e : g) / (e + 1.f) * read(up + i);
       codes ? store(room + i, y) : write(out + row * width + i, y);
     }
-    if (codes) quantise_row(room, width, codes + row * width, scales + row);
+    if (codes) quantize_row(room, width, codes + row * width, scales + row);
   });
 }
 
 template <class T>
-void quantise(const T* x, int64_t num_rows, int width, int8_t* codes, float* scales, int threads) {
+void quantize(const T* x, int64_t num_rows, int width, int8_t* codes, float* scales, int threads) {
   by_row(num_rows, width, threads, [=](int64_t row, float* room) {
     for (int i = 0; i < width; i += 8) store(room + i, read(x + row * width + i));
-    quantise_row(room, width, codes + row * width, scales + row);
+    quantize_row(room, width, codes + row * width, scales + row);
   });
 }
 
@@ -142,9 +142,9 @@ void kvb_silu_mul(int is_bf16, const void* gate_up, int64_t num_rows, int width,
   FOR_BOTH(silu_mul((const T*)gate_up, num_rows, width, (T*)out, codes, scales, threads))
 }
 
-void kvb_quantise_rows(int is_bf16, const void* x, int64_t num_rows, int width, int8_t* codes, float* scales,
+void kvb_quantize_rows(int is_bf16, const void* x, int64_t num_rows, int width, int8_t* codes, float* scales,
                        int threads) {
-  FOR_BOTH(quantise((const T*)x, num_rows, width, codes, scales, threads))
+  FOR_BOTH(quantize((const T*)x, num_rows, width, codes, scales, threads))
 }
 
 void kvb_rotate(int is_bf16, void* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int dim,

@@ -1,4 +1,4 @@
-"""Rows and weights of int8 with float32 scales, as the kernels and their twins take them."""
+"""Rows and weights of int8 with float32 scales, as the kernels and their references take them."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class Int8Weight:
         return self.unpacked() * self.scales[: self.width, None]
 
 
-def quantise_weight(weight: Tensor, panel: int, group: int) -> Int8Weight:
+def quantize_weight(weight: Tensor, panel: int, group: int) -> Int8Weight:
     """Round a matrix `[width, depth]` to int8, each output's largest number to 127.
 
     Args:

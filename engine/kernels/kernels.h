@@ -7,7 +7,7 @@ void kvb_rms_norm(int is_bf16, const void* x, const void* weight, int64_t num_ro
                   int8_t* codes, float* scales, int threads);
 void kvb_silu_mul(int is_bf16, const void* gate_up, int64_t num_rows, int width, void* out, int8_t* codes,
                   float* scales, int threads);
-void kvb_quantise_rows(int is_bf16, const void* x, int64_t num_rows, int width, int8_t* codes, float* scales,
+void kvb_quantize_rows(int is_bf16, const void* x, int64_t num_rows, int width, int8_t* codes, float* scales,
                        int threads);
 void kvb_rotate(int is_bf16, void* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int dim,
                 const float* cos, const float* sin, const void* q_norm, const void* k_norm, float eps, int spread,

@@ -62,7 +62,7 @@ struct Step {
 
   void after(const Layer& layer, void* hidden, const void* attended) const {
     if (layer.output.kind == INT8)
-      kvb_quantise_rows(model.is_bf16, attended, rows, layer.output.depth, room.codes, room.scales, threads);
+      kvb_quantize_rows(model.is_bf16, attended, rows, layer.output.depth, room.codes, room.scales, threads);
     multiply(layer.output, attended, hidden, true);
     norm(hidden, layer.mlp_norm, layer.gate_up);
     multiply(layer.gate_up, room.normed, room.gate_up, false);

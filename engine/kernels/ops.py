@@ -1,4 +1,4 @@
-"""The C++ kernels as functions of torch tensors, like their twins in `engine.kernels.reference`.
+"""The C++ kernels as functions of torch tensors, like their references in `engine.kernels.reference`.
 
 Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be called where `library()` is there.
 """
@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _SIGNATURES = {
     "kvb_rms_norm": "ipplifpppi",
     "kvb_silu_mul": "iplipppi",
-    "kvb_quantise_rows": "iplippi",
+    "kvb_quantize_rows": "iplippi",
     "kvb_rotate": "iplliiippppfii",
     "kvb_int8_product": "ippppppliipii",
     "kvb_float_product": "ipppliipii",
@@ -40,7 +40,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> None:
-    """See `torch_twin.rms_norm`."""
+    """See `reference.rms_norm`."""
     _check(x, _DTYPES)
     _check(weight, (x.dtype,))
     num_rows, width = x.shape
@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> N
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | Int8Rows) -> None:
-    """See `torch_twin.silu_mul`."""
+    """See `reference.silu_mul`."""
     _check(gate_up, _DTYPES)
     up = gate_up[:, gate_up.shape[1] // 2 :]
     num_rows, width = up.shape
@@ -61,12 +61,12 @@ def silu_mul(gate_up: Tensor, out: Tensor | Int8Rows) -> None:
     )
 
 
-def quantise_rows(x: Tensor, out: Int8Rows) -> None:
-    """See `torch_twin.quantise_rows`."""
+def quantize_rows(x: Tensor, out: Int8Rows) -> None:
+    """See `reference.quantize_rows`."""
     _check(x, _DTYPES)
     num_rows, width = x.shape
     assert width % 8 == 0
-    library().kvb_quantise_rows(
+    library().kvb_quantize_rows(
         _is_bf16(x), _at(x), num_rows, width, *_rows(out, x)[1:], torch.get_num_threads()
     )
 
@@ -83,7 +83,7 @@ def rotate(
     eps: float = 0.0,
     turn: Tensor | None = None,
 ) -> None:
-    """See `torch_twin.rotate`."""
+    """See `reference.rotate`."""
     num_tokens, num_heads, dim = qkv.shape
     _check(qkv, _DTYPES)
     assert num_q + num_k <= num_heads and dim % 16 == 0
@@ -114,14 +114,14 @@ def rotate(
 
 
 def float_panel() -> int:
-    """See `torch_twin.float_panel`."""
+    """See `reference.float_panel`."""
     return library().kvb_float_panel()
 
 
 def float_product(
     x: Tensor, weight: PackedWeight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
 ) -> None:
-    """See `torch_twin.float_product`."""
+    """See `reference.float_product`."""
     (width, depth), num_rows = weight.shape, len(x)
     _check(x, _DTYPES)
     _check(weight.panels, (x.dtype, torch.bfloat16))
@@ -144,19 +144,19 @@ def float_product(
 
 
 def int8_panel() -> int:
-    """See `torch_twin.int8_panel`."""
+    """See `reference.int8_panel`."""
     return library().kvb_int8_panel()
 
 
 def int8_group() -> int:
-    """See `torch_twin.int8_group`."""
+    """See `reference.int8_group`."""
     return library().kvb_int8_group()
 
 
 def int8_product(
     x: Int8Rows, weight: Int8Weight, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
 ) -> None:
-    """See `torch_twin.int8_product`."""
+    """See `reference.int8_product`."""
     num_rows = len(x.codes)
     _check(out, _DTYPES)
     assert weight.codes.shape[2:] == (int8_panel(), int8_group()) and weight.width % 8 == 0

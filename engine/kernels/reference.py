@@ -32,7 +32,7 @@ def silu_mul(
     _put(F.silu(gate) * up, out)
 
 
-def quantise_rows(
+def quantize_rows(
     x: Tensor,  # [T, W]
     out: Int8Rows,
 ) -> None:

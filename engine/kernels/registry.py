@@ -1,4 +1,4 @@
-"""Which kernels run: the compiled ones where they are and fit, else their torch twins."""
+"""Which kernels run: the compiled ones where they are and fit, else their torch references."""
 
 import functools
 import time
@@ -7,21 +7,25 @@ from types import ModuleType
 
 import torch
 
-from engine.kernels import reference as torch_twin
+from engine.kernels import reference
 from engine.kernels.packed import pack_weight
-from engine.models.config import ModelConfig
 
 _FAR_FASTER = 2  # far from 1 and from what AMX reaches, so that a busy machine chooses as an idle one does
 
 
-def layer_kernels(config: ModelConfig, device: torch.device) -> ModuleType:
-    """Return `ops` or `torch_twin`, which has the same functions. The compiled ones take eight numbers at a time."""
-    odd = config.head_dim % 16 or config.hidden_size % 8 or config.intermediate_size % 8
+def layer_kernels(device: torch.device, head_dim: int, *widths: int) -> ModuleType:
+    """Return `ops` or `reference`, which has the same functions. The compiled ones take eight numbers at a time.
+
+    Args:
+        head_dim: of the model's heads.
+        widths: of its other rows: hidden and intermediate size.
+    """
+    odd = head_dim % 16 or any(width % 8 for width in widths)
     if odd or device.type != "cpu":
-        return torch_twin
+        return reference
     from engine.kernels import ops
 
-    return torch_twin if ops.library() is None else ops
+    return reference if ops.library() is None else ops
 
 
 def float_panel(kernels: ModuleType, dtype: torch.dtype) -> int:

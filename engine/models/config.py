@@ -122,7 +122,7 @@ def _refuse_unsupported(config: Any, architecture: str) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
-            f"weights quantised with {method} are not supported; use the bf16 model or a GGUF"
+            f"weights quantized with {method} are not supported; use the bf16 model or a GGUF"
         )
 
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import reference as torch_twin
+from engine.kernels import reference
 from engine.kernels.int8 import Int8Weight
 from engine.kernels.packed import PackedWeight
 from engine.kernels.registry import float_panel, layer_kernels
@@ -46,7 +47,7 @@ class Decoder:
         self.device = weights.norm.device
         self.is_rotated = is_rotated
         self._weights = weights
-        self._kernels = layer_kernels(config, self.device)
+        self._kernels = kernels_of(config, self.device)
         self._turn = rotation(config.head_dim).to(self.device)
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
         self._passes = self._make_passes()
@@ -134,7 +135,7 @@ class Decoder:
 
     def _make_passes(self) -> LayerPasses:
         layers = self._weights.layers
-        if self._kernels is not torch_twin:
+        if self._kernels is not reference:
             from engine.models.compiled_layers import CompiledPasses, can_compile
 
             if can_compile(self.config, layers, is_rotated=self.is_rotated):
@@ -164,7 +165,7 @@ def load_model(
     assert weight_quant in (None, "int8"), weight_quant
     config = ModelConfig.from_pretrained(path, max_context=max_context, trust_remote_code=trust_remote_code)
     device = torch.device(device)
-    kernels = layer_kernels(config, device)
+    kernels = kernels_of(config, device)
     weights = load_weights(
         Path(path),
         config,
@@ -199,3 +200,8 @@ def _parts(part: Tensor | Projection | PackedWeight | Int8Weight | None) -> list
         case Int8Weight():
             return [part.codes, part.scales, part.starts]
     return []
+
+
+def kernels_of(config: ModelConfig, device: torch.device) -> ModuleType:
+    """Return the kernels of a model's layers; see `layer_kernels`."""
+    return layer_kernels(device, config.head_dim, config.hidden_size, config.intermediate_size)

@@ -44,7 +44,7 @@ class Passes:
     """Passes of any weights on any device.
 
     Args:
-        kernels: `engine.kernels.ops` or its torch twin.
+        kernels: `engine.kernels.ops` or its torch reference.
         turn: `kvcache.quantize.pages.rotation`, into which queries and keys are rotated; None: they are not.
     """
 
@@ -104,7 +104,7 @@ class Passes:
         if isinstance(weight, Int8Weight):
             if isinstance(x, Tensor):
                 x, dense = self._rows("attended", residual, projection), x
-                self._kernels.quantise_rows(dense.contiguous(), x)
+                self._kernels.quantize_rows(dense.contiguous(), x)
             self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
             return
         if isinstance(weight, PackedWeight):

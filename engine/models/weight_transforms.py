@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from engine.kernels.int8 import quantise_weight
+from engine.kernels.int8 import quantize_weight
 from engine.kernels.packed import PackedWeight, pack_weight
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
@@ -58,7 +58,7 @@ def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> La
     def convert(projection: Projection) -> Projection:
         bias = None if projection.bias is None else projection.bias.float()
         return Projection(
-            quantise_weight(projection.weight, kernels.int8_panel(), kernels.int8_group()), bias
+            quantize_weight(projection.weight, kernels.int8_panel(), kernels.int8_group()), bias
         )
 
     names = ("qkv", "output", "gate_up", "down")

@@ -191,8 +191,8 @@ def retry(
     overrides: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Do some rows of RUN again, in a new run that carries the others over."""
-    from kvbatch.run_dir.reuse import Carry
+    """Do some rows of RUN again, in a new run that reuses the others over."""
+    from kvbatch.run_dir.reuse import Reuse
 
     found = _opened(run_path)
     more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
@@ -200,7 +200,7 @@ def retry(
     return _run(
         lambda: _kept_job(found, (*overrides, *more)),
         nothing,
-        carry=Carry((str(found.path),), redo, same_input=True),
+        reuse=Reuse((str(found.path),), redo, same_input=True),
         origin=_origin(found, _keys((*overrides, *more))),
         **options,
     )

@@ -81,7 +81,7 @@ class PlanView:
     is_new: bool
     summary: PlanSummary
     memory_budget_bytes: int
-    arena_bytes: int
+    prefill_buffer_bytes: int
     lengths: list[tuple[int, int, int]]  # from, to, rows
     estimate: Estimate | None
     what_if: "tuple[str, PlanView] | None" = None
@@ -113,7 +113,7 @@ def plan_job(
         opened_job(job, stopper=stopper) as runner,
     ):
         run = plan_directory(job)
-        if not other or config_hash(other) == config_hash(job):  # else no row is carried over under its keys
+        if not other or config_hash(other) == config_hash(job):  # else no row is reused under its keys
             runner.choose_rows(None, new_run=False)
         found = runner.find_plan()
         if found:
@@ -129,7 +129,7 @@ def plan_job(
             not found,
             summary,
             runner.engine_config.memory_budget_bytes,
-            runner.budget.arena_bytes,
+            runner.budget.prefill_buffer_bytes,
             lengths,
             _estimate(runner, summary, run),
         )
@@ -210,7 +210,7 @@ def _compare(runner: JobRunner, other: Job, view: PlanView) -> PlanView:
             view,
             summary=summary,
             memory_budget_bytes=runner.engine_config.memory_budget_bytes,
-            arena_bytes=runner.budget.arena_bytes,
+            prefill_buffer_bytes=runner.budget.prefill_buffer_bytes,
             estimate=estimate,
         )
     finally:
@@ -354,9 +354,13 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
     yield "KV kept", f"at most {format_bytes(summary.kv_bytes)}{ratio}"
     yield "KV peak", format_bytes(summary.predicted_kv_peak_bytes)
-    arenas = f" and {format_bytes(view.arena_bytes)} of arenas" if view.arena_bytes else ""
+    prefill_buffers = (
+        f" and {format_bytes(view.prefill_buffer_bytes)} of prefill buffers"
+        if view.prefill_buffer_bytes
+        else ""
+    )
     budget = format_bytes(view.memory_budget_bytes)
-    yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{arenas}, of {budget}"
+    yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{prefill_buffers}, of {budget}"
     estimate = view.estimate
     if estimate:
         answers = f"{estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}"
@@ -376,7 +380,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "plan": str(view.run.path / "plan.parquet"),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory_budget_bytes,
-        "arena_bytes": view.arena_bytes,
+        "prefill_buffer_bytes": view.prefill_buffer_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
         "seconds": seconds,
         "answer_tokens": estimate.answer_tokens if estimate else None,

@@ -62,7 +62,7 @@ class InputSection(Section):
     """What becomes of a file that cannot be read to its end: it ends the job before the model loads, or it is left out
     as a whole and named."""
     incremental: bool = False
-    """Do the rows that are new or changed, and carry the others over from the last run."""
+    """Do the rows that are new or changed, and reuse the others over from the last run."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class ModelSection(Section):
     """SHA-256 of the GGUF file; required for a list of packages."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on
-    a GPU, bfloat16. A run that is continued or carried over keeps its own."""
+    a GPU, bfloat16. A run that is continued or reused keeps its own."""
     weight_quant: Literal["int8"] | None = None
     """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
     max_context: Count | None = None
@@ -275,9 +275,9 @@ class CacheSection(Section):
     whole_dtype: Literal["model", "bfloat16"] | None = None
     """Precision of tokens kept whole; of a full cache, all."""
     compensate: bool | None = None
-    """Let errors of quantised numbers make up for each other."""
+    """Let errors of quantized numbers make up for each other."""
     two_axis: bool | None = None
-    """Quantised keys with a factor for each token besides one for each channel."""
+    """Quantized keys with a factor for each token besides one for each channel."""
     overlap: bool | None = None
     """Compress while the model reads on; by default on a GPU alone."""
 

@@ -1,6 +1,6 @@
 """A GGUF file turned into a model directory: bf16 safetensors, configuration, tokenizer.
 
-Weights are dequantised tensor by tensor into shards, so that memory holds one shard at most. transformers
+Weights are dequantized tensor by tensor into shards, so that memory holds one shard at most. transformers
 reads GGUF too, but only with accelerate installed, three times over, and without the file's rope scaling.
 """
 

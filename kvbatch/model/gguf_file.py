@@ -12,7 +12,7 @@ from engine.model_files import described_stand_in
 from kvbatch.errors import ModelUnavailable
 
 _MAGIC = b"GGUF"
-_ANOTHER = "use a file quantised otherwise, such as Q8_0 or Q4_K_M, or the model's safetensors version"
+_ANOTHER = "use a file quantized otherwise, such as Q8_0 or Q4_K_M, or the model's safetensors version"
 _MERGE = "name a file merged by llama-gguf-split --merge"
 
 
@@ -107,7 +107,7 @@ def _check_split(found: Sequence[Metadata], title: str) -> None:
 
 
 def _check_types(tensors: Any, title: str) -> None:
-    """Undo one row of each kind of quantisation, before anything is written."""
+    """Undo one row of each kind of quantization, before anything is written."""
     for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
         try:
             dequantize(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, tensor.tensor_type)
@@ -116,4 +116,4 @@ def _check_types(tensors: Any, title: str) -> None:
 
 
 def _unknown(name: str, kind: str) -> str:
-    return f"tensor {name!r} is quantised as {kind}, which cannot be read here; {_ANOTHER}"
+    return f"tensor {name!r} is quantized as {kind}, which cannot be read here; {_ANOTHER}"

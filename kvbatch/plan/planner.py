@@ -33,10 +33,10 @@ from kvcache.sizes.expected import expected_pages
 if TYPE_CHECKING:
     from engine.budget import Budget
     from kvbatch.corpus import Document
-    from kvbatch.run_dir.previous_rows import EarlierRows
+    from kvbatch.run_dir.previous_rows import PreviousRows
 
 MAX_FORECAST_ROWS = 2000  # more are forecast from these
-BATCH_CHARS = 4_000_000  # text tokenised at once: enough to keep all cores busy, small against a window
+BATCH_CHARS = 4_000_000  # text tokenized at once: enough to keep all cores busy, small against a window
 
 
 class Planner:
@@ -48,7 +48,7 @@ class Planner:
         budget: pages and rows that may be held at once.
         max_context: positions the model has.
         earlier: rows that need not be done again.
-        known_tokens: prompt tokens by content, of rows that fitted in an earlier plan: they are not tokenised again.
+        known_tokens: prompt tokens by content, of rows that fitted in an earlier plan: they are not tokenized again.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Planner:
         builder: PromptBuilder,
         budget: "Budget",
         max_context: int,
-        earlier: "EarlierRows | None" = None,
+        earlier: "PreviousRows | None" = None,
         known_tokens: Mapping[str, int] | None = None,
     ):
         self._job = job
@@ -120,7 +120,7 @@ class Planner:
         rows = [self._row(first + i, shard, document) for i, document in enumerate(documents)]
         self._refuse_repeated(rows)
         if self._earlier:
-            self._carry(rows, self._earlier)
+            self._reuse(rows, self._earlier)
         to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row["status"] == "ok"]
         unknown = []
         for row, document in to_judge:
@@ -145,7 +145,7 @@ class Planner:
         summary = self.summary
         summary.num_shards += 1
         summary.num_rows += len(rows)
-        summary.num_carried += sum(row["status"] == "carried" for row in rows)
+        summary.num_reused += sum(row["status"] == "reused" for row in rows)
         for row in rows:
             name = row["outcome"] or row["status"]
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
@@ -256,12 +256,12 @@ class Planner:
                     "give every row its own, or name another input.id_column"
                 )
 
-    def _carry(self, rows: Sequence[dict[str, Any]], earlier: "EarlierRows") -> None:
+    def _reuse(self, rows: Sequence[dict[str, Any]], earlier: "PreviousRows") -> None:
         """Say of the rows that an earlier run did where it wrote them."""
         for row in rows:
             if row["status"] == "ok" and (place := earlier.find(row["row_id"], row["content"])):
-                row["status"] = "carried"
-                row["carried_run"], row["carried_index"] = place
+                row["status"] = "reused"
+                row["reused_run"], row["reused_index"] = place
 
     def _judge(self, row: dict[str, Any], prompt: Prompt, part_tokens: Sequence[int]) -> None:
         """Write down what will become of a row.

@@ -1,7 +1,7 @@
 """From a document to the token ids of its prompt.
 
-The template and the model's chat template are rendered once, around placeholders, and tokenised once.
-Documents and column values are tokenised apart, as plain text, and put between. What precedes the first
+The template and the model's chat template are rendered once, around placeholders, and tokenized once.
+Documents and column values are tokenized apart, as plain text, and put between. What precedes the first
 placeholder is the same for every row, so its keys and values can be too.
 """
 

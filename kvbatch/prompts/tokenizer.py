@@ -13,13 +13,13 @@ from typing import Any
 from kvbatch.errors import ModelUnavailable
 
 # A tokenizer takes up to 300 bytes a character while it works (hex digits; 85 for prose), 40 GB for a row of 125 MB.
-WHOLE_CHARS = 4_000_000  # of a text that is tokenised at once
+WHOLE_CHARS = 4_000_000  # of a text that is tokenized at once
 PIECE_CHARS = 1_000_000  # of the pieces of a longer one
 SPACE_CHARS = 1_000  # of a piece's end in which white space is looked for
 
 
 class PieceTokenizer:
-    """Tokenise the pieces of a prompt apart from each other.
+    """Tokenize the pieces of a prompt apart from each other.
 
     Args:
         tokenizer: a transformers tokenizer with a `tokenizer.json` behind it.
@@ -61,7 +61,7 @@ class PieceTokenizer:
         self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
 
     def head(self, text: str, add_bos: bool) -> list[int]:
-        """Tokenise the text that begins a prompt, its control tokens parsed.
+        """Tokenize the text that begins a prompt, its control tokens parsed.
 
         Args:
             add_bos: put the tokenizer's BOS before it, if the tokenizer is one that adds it.
@@ -74,13 +74,13 @@ class PieceTokenizer:
         return ids
 
     def markup(self, text: str) -> list[int]:
-        """Tokenise one of our own later pieces, its control tokens parsed."""
+        """Tokenize one of our own later pieces, its control tokens parsed."""
         return self._markup.encode(text, add_special_tokens=False).ids
 
     def documents(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Tokenise foreign texts, all of them plain text whatever they spell.
+        """Tokenize foreign texts, all of them plain text whatever they spell.
 
-        A text of more than `WHOLE_CHARS` is tokenised in pieces, to take memory of a small multiple of its own.
+        A text of more than `WHOLE_CHARS` is tokenized in pieces, to take memory of a small multiple of its own.
         """
         whole = [text for text in texts if len(text) <= WHOLE_CHARS]
         encodings = iter(self._plain.encode_batch_fast(whole, add_special_tokens=False))
@@ -96,7 +96,7 @@ class PieceTokenizer:
         return found
 
     def document_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[bool]]:
-        """Tokenise one foreign text.
+        """Tokenize one foreign text.
 
         Returns:
             ids, and for each whether the text may be cut after it without splitting a character.
@@ -121,7 +121,7 @@ class PieceTokenizer:
         return ends
 
     def _document(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokenise one foreign text into ids, and for each the characters it stands for."""
+        """Tokenize one foreign text into ids, and for each the characters it stands for."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0

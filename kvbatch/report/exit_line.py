@@ -16,7 +16,7 @@ from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.text import all_escaped
 
 COUNTS = (
-    *("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "carried", "truncated"),
+    *("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "reused", "truncated"),
     *("left_out", "skipped_files", "skipped"),
 )
 MEASURES = ("prompt_tokens", "completion_tokens", "tokens_per_s", "kv_peak_bytes_measured", "kv_kept_ratio")

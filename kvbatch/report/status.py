@@ -47,7 +47,7 @@ def load_status(path: Path) -> dict[str, Any]:
         "planned_rows": manifest.get("num_rows"),
         "done_rows": rows.total(),
         "rows": dict(rows),
-        "carried_rows": plan.get("num_carried", 0),
+        "reused_rows": plan.get("num_reused", 0),
         "progress_ratio": own["prompt"] / planned if planned else None,
         "eta_s": _eta_s(plan, own, beat) if is_running else None,
         "continue": continuation(run, manifest) if state == "stopped" else None,
@@ -67,8 +67,8 @@ def render_status(status: dict[str, Any]) -> str:
     lines.append(("lock", f"held by {s['holder']}" if s["locked"] else "free"))
     counts = ", ".join(f"{count:,} {name}" for name, count in s["rows"].items())
     of = "" if s["planned_rows"] is None else f" of {s['planned_rows']:,}"
-    carried = f"; {s['carried_rows']:,} carried over" if s["carried_rows"] else ""
-    lines.append(("rows", f"{s['done_rows']:,}{of}: {counts}{carried}"))
+    reused = f"; {s['reused_rows']:,} reused" if s["reused_rows"] else ""
+    lines.append(("rows", f"{s['done_rows']:,}{of}: {counts}{reused}"))
     if s["progress_ratio"] is not None:
         left = "" if s["eta_s"] is None else f", about {timedelta(seconds=round(s['eta_s']))} left"
         lines.append(("progress", f"{s['progress_ratio']:.1%} of the prompt tokens{left}"))

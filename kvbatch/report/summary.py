@@ -104,13 +104,13 @@ def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
 
 
 def _figures(run: RunDirectory, damaged: Collection[Path]) -> dict[str, Any]:
-    """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not carried over."""
+    """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not reused."""
     names = (
         "rows",
         "ok",
         "errors",
         "rejected",
-        "carried",
+        "reused",
         *_LONG,
         "parts",
         "answers",
@@ -132,7 +132,7 @@ def _figures(run: RunDirectory, damaged: Collection[Path]) -> dict[str, Any]:
         own = ran.filter(ran["run_id"] == run.run_id)
         statuses = _counts(rows, "status")
         counts["rows"] += len(rows)
-        counts["carried"] += (rows["run_id"] != run.run_id).sum()
+        counts["reused"] += (rows["run_id"] != run.run_id).sum()
         outcomes = _counts(ran, "outcome")
         counts.update({name: outcomes[name] for name in _LONG})
         counts["parts"] += ran.filter(ran["outcome"] == "split")["n_parts"].sum()
@@ -253,8 +253,8 @@ def render(summary: dict[str, Any]) -> str:
                 s[name] / s["kv_pool_bytes"] for name in ("kv_peak_bytes_measured", "kv_mean_bytes")
             )
             text = f"peak {peak:.1%}, mean {mean:.1%} of {format_bytes(s['kv_pool_bytes'])}"
-            if arena_bytes := s["kv_allocated_bytes"] - s["kv_pool_bytes"]:
-                text += f"; beside it {format_bytes(arena_bytes)} of arenas"
+            if prefill_buffer_bytes := s["kv_allocated_bytes"] - s["kv_pool_bytes"]:
+                text += f"; beside it {format_bytes(prefill_buffer_bytes)} of prefill buffers"
             lines.append(("KV pool", text))
         lines += _kept_lines(s)
         if s["packing_efficiency"] is not None:
@@ -312,7 +312,7 @@ def _row_counts(s: dict[str, Any]) -> str:
     if not s["rows"] and s["planned_rows"]:
         return f"none of {s['planned_rows']:,} is in a shard yet"
     text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
-    text += f"; {s['carried']:,} carried over" if s["carried"] else ""
+    text += f"; {s['reused']:,} reused" if s["reused"] else ""
     return text + (f"; where left out {s['left_out']:,} more" if s["left_out"] else "")
 
 

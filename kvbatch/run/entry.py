@@ -29,7 +29,7 @@ from kvbatch.run_dir.manifest import (
     next_number,
     point_latest,
 )
-from kvbatch.run_dir.reuse import Carry, find_run_of_same_rows, precision_to_keep
+from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
 from kvbatch.signals import Stopper
 
@@ -52,7 +52,7 @@ def run_job(
     *,
     new_run: bool = False,
     resume: RunDirectory | None = None,
-    carry: Carry | None = None,
+    reuse: Reuse | None = None,
     if_locked: IfLocked | None = None,
     stream: TextIO | None = None,
     stopper: Stopper | None = None,
@@ -65,7 +65,7 @@ def run_job(
     Args:
         new_run: begin anew in any case.
         resume: go on with this run and no other.
-        carry: begin anew with these rows of earlier runs; as `input.incremental` says by default.
+        reuse: begin anew with these rows of earlier runs; as `input.incremental` says by default.
         if_locked: what to do while another process runs the job; fail by default.
         stream: where progress is shown, stderr by default.
         stopper: holds signals back while a shard is written.
@@ -89,15 +89,15 @@ def run_job(
         make_progress(job, stream) as progress,
     ):
         clear_drafts(home)
-        done = _done_run(job, corpus, resume, carry, new_run)
-        damage = find_problems(done, deep=resume is not None) if done and not carry else []
+        done = _done_run(job, corpus, resume, reuse, new_run)
+        damage = find_problems(done, deep=resume is not None) if done and not reuse else []
         if done and not damage:
             return RunOutcome(done, is_new=False)
         for problem in damage:
             progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
-        earlier = resume or done or (None if new_run or carry else find_unfinished_run(job))
-        kept = precision_to_keep(job, earlier, carry, new_run=new_run)
+        earlier = resume or done or (None if new_run or reuse else find_unfinished_run(job))
+        kept = precision_to_keep(job, earlier, reuse, new_run=new_run)
         runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or load_llm, earlier, kept)
         runner.check_lock = lock.check
         if earlier and not runner.may_continue(earlier, insists=resume is not None):
@@ -111,7 +111,7 @@ def run_job(
             with _recorded(run, job, progress, lock) as log:
                 prepared = runner.prepare(run, log)
         else:
-            runner.choose_rows(carry, new_run)
+            runner.choose_rows(reuse, new_run)
             runner.manifest |= {"number": next_number(home)} | dict(origin or {})
             planned = runner.find_plan()
             if not planned:
@@ -161,15 +161,15 @@ def _recorded(
 
 
 def _done_run(
-    job: Job, corpus: "Corpus", resume: RunDirectory | None, carry: Carry | None, new_run: bool
+    job: Job, corpus: "Corpus", resume: RunDirectory | None, reuse: Reuse | None, new_run: bool
 ) -> RunDirectory | None:
     """Return the run that leaves nothing to do, if there is one."""
     if resume:
         return resume if resume.is_success else None
-    if carry:
-        from kvbatch.run_dir.previous_rows import EarlierRows
+    if reuse:
+        from kvbatch.run_dir.previous_rows import PreviousRows
 
-        return None if EarlierRows(carry).num_redone else carry.directories[0]
+        return None if PreviousRows(reuse).num_redone else reuse.directories[0]
     if new_run:
         return None
     done = find_same_run(job, corpus.files)

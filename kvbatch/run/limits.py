@@ -6,7 +6,7 @@ from kvbatch.job_file.sections import LimitsSection
 
 
 def over_limits(limits: LimitsSection, summary: dict[str, Any]) -> str | None:
-    """Return why a run is no success, in words: its rows, those carried over included, against the job's limits."""
+    """Return why a run is no success, in words: its rows, those reused included, against the job's limits."""
     rows = summary["rows"]
     if rows and not summary["ok"]:
         return f"none of {rows:,} rows got an answer"

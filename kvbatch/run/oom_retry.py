@@ -19,7 +19,7 @@ DEAD_LETTER = "dead_letter"
 _STEP_RATIO = 0.25
 
 
-class MemoryLadder:
+class OomRetry:
     """Generate, and climb the rungs where memory runs out.
 
     Args:

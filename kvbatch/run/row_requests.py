@@ -18,7 +18,7 @@ from kvbatch.run.oom_retry import DEAD_LETTER
 _WORST_FIRST = ("error", "repetition", "length", "stop")
 
 
-class RowWork:
+class RowRequests:
     """Hold what a row's requests answered until the last one has.
 
     A request's number is `(level * parts + place) * questions + question`: level 0 are the parts, level n the

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine import Result
     from kvbatch.corpus import Document
     from kvbatch.prompts.structured_output import AnswerForm
-    from kvbatch.run.row_requests import RowWork
+    from kvbatch.run.row_requests import RowRequests
 
 
 @dataclass
@@ -58,7 +58,7 @@ class OpenShard:
                     "one that was planned; run the job again"
                 )
         for place, row in enumerate(self.rows):
-            done = self.finished.get(place, {"kvb_status": "ok"} if row["status"] == "carried" else {})
+            done = self.finished.get(place, {"kvb_status": "ok"} if row["status"] == "reused" else {})
             if done.get("kvb_status") == "ok":
                 self._forget_text(place)
         left = (i for i, row in enumerate(self.rows) if row["status"] == "ok" and i not in self.finished)
@@ -73,7 +73,7 @@ class OpenShard:
         """Whether every row that runs has ended."""
         return not self._num_left
 
-    def finish(self, place: int, work: "RowWork", num_retries: int = 0) -> dict[str, Any]:
+    def finish(self, place: int, work: "RowRequests", num_retries: int = 0) -> dict[str, Any]:
         """Take a row whose requests have ended; return its output columns.
 
         Args:
@@ -106,7 +106,7 @@ class OpenShard:
         """Let the text of a row go that has its answer; others are copied to the dead letters."""
         self.documents[place] = replace(self.documents[place], text=None)
 
-    def carry(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    def reuse(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""
         for place, row in rows.items():
             self.finished[place] = {**row, "kvb_shard": self.number, "kvb_bin": None}

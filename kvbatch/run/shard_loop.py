@@ -12,8 +12,8 @@ from kvbatch.errors import InputError, JobChanged
 from kvbatch.prompts.builder import PromptRequest
 from kvbatch.prompts.long_document import LongDocuments
 from kvbatch.prompts.sampling import row_seed
-from kvbatch.run.oom_retry import MemoryLadder
-from kvbatch.run.row_requests import RowWork
+from kvbatch.run.oom_retry import OomRetry
+from kvbatch.run.row_requests import RowRequests
 from kvbatch.run.shard import OpenShard
 from kvbatch.run_dir.commit import commit_shard, planned_shards, tally
 from kvbatch.run_dir.event_log import RunLog
@@ -21,9 +21,9 @@ from kvbatch.run_dir.fingerprint import config_hash
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanSummary
-from kvbatch.run_dir.previous_rows import CarriedRows
+from kvbatch.run_dir.previous_rows import ReusedRows
 from kvbatch.run_dir.recovery import Recovered
-from kvbatch.run_dir.reuse import Carry
+from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.wal import WriteAheadFile
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class ShardLoop:
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
-        self._carried = CarriedRows(Carry.of(run))
+        self._reused = ReusedRows(Reuse.of(run))
         limit = runner.model.config.max_context - self._job.generation.max_new_tokens
         self._prompts = LongDocuments(runner.builder, self._job, limit)
         self._num_rows = 0
         self._starts: list[int] = []  # of the shards that were read: the index of the first row
-        self._works: dict[int, RowWork] = {}  # in the engine, by the row's index
+        self._works: dict[int, RowRequests] = {}  # in the engine, by the row's index
         self._followers: list[Request] = []
         self._failures: Counter[int] = Counter()  # of rows that are tried again
         self._to_retry: list[int] = []
@@ -72,7 +72,7 @@ class ShardLoop:
             if self._llm is None:
                 assert not any(requests), "a row wants to run, but the plan has none"
             else:
-                for result, oom_steps in MemoryLadder(self._llm, self._note_oom).generate(requests):
+                for result, oom_steps in OomRetry(self._llm, self._note_oom).generate(requests):
                     self._finish(result, oom_steps)
             assert not self._open, "the engine kept rows to itself"
         finally:
@@ -87,7 +87,7 @@ class ShardLoop:
         if work.is_done:
             self._finish_row(index, self._works.pop(index))
 
-    def _finish_row(self, index: int, work: RowWork) -> None:
+    def _finish_row(self, index: int, work: RowRequests) -> None:
         shard, place = self._find(index)
         number, result = shard.number, work.result()
         num_failures = self._failures[index]
@@ -155,7 +155,7 @@ class ShardLoop:
                 self._runner.answers,
                 finished,
             )
-            self._carry_over(shard)
+            self._reuse(shard)
             self._open[number] = shard
             self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
             self._runner.progress.advance(len(documents) - len(shard.running), 0)
@@ -168,14 +168,14 @@ class ShardLoop:
                 "the input changed while the job ran: it has more rows than were planned; run it again"
             )
 
-    def _carry_over(self, shard: OpenShard) -> None:
+    def _reuse(self, shard: OpenShard) -> None:
         places = {
-            place: (row["carried_run"], row["carried_index"])
+            place: (row["reused_run"], row["reused_index"])
             for place, row in enumerate(shard.rows)
-            if row["status"] == "carried"
+            if row["status"] == "reused"
         }
         if places:
-            shard.carry(dict(zip(places, self._carried.copy(list(places.values())), strict=True)))
+            shard.reuse(dict(zip(places, self._reused.copy(list(places.values())), strict=True)))
 
     def _shard_requests(self, shard: OpenShard) -> Iterator[Request]:
         for start in range(0, len(shard.running), PROMPT_BATCH):
@@ -191,7 +191,7 @@ class ShardLoop:
                     f"the prompt of row {planned['row_id']!r} has {prompt.num_tokens:,} tokens, by the plan "
                     f"{planned['prompt_tokens']:,}: what makes prompts changed; kvbatch run --new-run starts afresh"
                 )
-            work = RowWork(shard.documents[place], prompt, self._job, self._prompts)
+            work = RowRequests(shard.documents[place], prompt, self._job, self._prompts)
             self._works[first + place] = work
             yield from [self._request(first + place, *request) for request in work.first()]
 

@@ -37,7 +37,7 @@ class IfLocked:
 
 @dataclass(frozen=True)
 class Holder:
-    """Say who holds a lock: a process, and the command that it carries out, `run` or `plan`."""
+    """Say who holds a lock: a process, and the command that it reuses out, `run` or `plan`."""
 
     pid: int | None
     command: str

@@ -29,7 +29,7 @@ OUTPUT_FIELDS = [
     pa.field("kvb_error_code", pa.string()),
     pa.field("kvb_error_message", pa.string()),
     pa.field("kvb_attempts", pa.int32()),
-    pa.field("kvb_oom_steps", pa.string()),  # what was tried when memory ran out, see `MemoryLadder`
+    pa.field("kvb_oom_steps", pa.string()),  # what was tried when memory ran out, see `OomRetry`
     pa.field("kvb_prompt_tokens", pa.int64()),
     pa.field("kvb_completion_tokens", pa.int64()),
     pa.field("kvb_cached_prompt_tokens", pa.int64()),

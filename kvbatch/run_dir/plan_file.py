@@ -24,7 +24,7 @@ PLAN_SCHEMA = pa.schema(
         ("row_id", pa.string()),
         ("sha1", pa.string()),
         ("content", pa.string()),  # hash of all that the row puts into its prompt
-        ("status", pa.string()),  # ok | carried | rejected | error
+        ("status", pa.string()),  # ok | reused | rejected | error
         ("error_code", pa.string()),
         ("error_message", pa.string()),
         ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
@@ -41,8 +41,8 @@ PLAN_SCHEMA = pa.schema(
         ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
         ("predicted_kv_bytes", pa.int64()),  # of all its requests that run at once
         ("predicted_kv_full_bytes", pa.int64()),  # what the same row would take in the full cache
-        ("carried_run", pa.int32()),  # which of the manifest's `carry.runs` did the row
-        ("carried_index", pa.int64()),  # and its index there
+        ("reused_run", pa.int32()),  # which of the manifest's `reuse.runs` did the row
+        ("reused_index", pa.int64()),  # and its index there
     ]
 )
 
@@ -70,7 +70,7 @@ class PlanSummary:
 
     num_rows: int = 0
     num_running: int = 0
-    num_carried: int = 0
+    num_reused: int = 0
     num_shards: int = 0
     prompt_tokens: int = 0
     dropped_tokens: int = 0

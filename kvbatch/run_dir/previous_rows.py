@@ -16,7 +16,7 @@ from kvbatch.run_dir.advice import continuation
 from kvbatch.run_dir.commit import finished_rows, is_committed, planned_shards, planned_starts, shard_table
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
-from kvbatch.run_dir.reuse import Carry
+from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.wal import read_rows
 
 Place = tuple[int, int]  # which of the runs, and the row's index in it
@@ -25,32 +25,32 @@ _REDO = -1  # a row that is known, but to be done again
 _INDEX_BITS = 48
 
 
-class EarlierRows:
+class PreviousRows:
     """Know where the rows of earlier runs are: 24 bytes a row.
 
     Raises:
         InputError: A run cannot be read, or has to be whole and is not.
     """
 
-    def __init__(self, carry: Carry):
-        self._carry = carry
+    def __init__(self, reuse: Reuse):
+        self._reuse = reuse
         columns = ["kvb_status", "kvb_finish_reason"]
         high, low, places = array("Q"), array("Q"), array("q")
-        for number, run in enumerate(carry.directories):
+        for number, run in enumerate(reuse.directories):
             num_rows = 0
             for planned, made in finished_rows(run, columns, self._note_damage):
                 num_rows += 1
-                is_redone = made["kvb_finish_reason"] in carry.redo or (
+                is_redone = made["kvb_finish_reason"] in reuse.redo or (
                     made["kvb_status"] == "error"
-                    and "error" in carry.redo  # invalid_output ends by length or stop
+                    and "error" in reuse.redo  # invalid_output ends by length or stop
                 )
                 # a rejected row is read and rejected again
-                if planned["status"] != "rejected" and (carry.same_input or not is_redone):
+                if planned["status"] != "rejected" and (reuse.same_input or not is_redone):
                     key = _key(planned["row_id"], planned["content"])
                     high.append(key[0])
                     low.append(key[1])
                     places.append(_REDO if is_redone else number << _INDEX_BITS | planned["index"])
-            if carry.same_input and num_rows != run.read_manifest().get("num_rows"):
+            if reuse.same_input and num_rows != run.read_manifest().get("num_rows"):
                 command = continuation(run, run.read_manifest())
                 raise InputError(f"{run.path} did not come to its end; continue it first: {command}")
         # stable: of equal keys, that of the newest run comes first
@@ -60,7 +60,7 @@ class EarlierRows:
 
     @property
     def num_redone(self) -> int:
-        """Known rows that are not carried."""
+        """Known rows that are not reused."""
         return int((self._places == _REDO).sum())
 
     def find(self, row_id: str, content: str | None) -> Place | None:
@@ -72,7 +72,7 @@ class EarlierRows:
         high, low = _key(row_id, content)
         at = int(np.searchsorted(self._high, np.uint64(high)))
         if at == len(self._high) or (int(self._high[at]), int(self._low[at])) != (high, low):
-            if self._carry.same_input:
+            if self._reuse.same_input:
                 raise self._changed(f"row {row_id!r} is not in it as it is now")
             return None
         self._num_met += 1
@@ -86,26 +86,26 @@ class EarlierRows:
             JobChanged: The input is not that of the run, and has to be.
         """
         missing = len(self._places) - self._num_met
-        if self._carry.same_input and missing:
+        if self._reuse.same_input and missing:
             raise self._changed(f"{missing:,} of its rows are gone")
 
     def _note_damage(self, error: Damaged) -> None:
-        """Say that the rows of a shard are not carried; where they have to be, refuse."""
-        if self._carry.same_input:
+        """Say that the rows of a shard are not reused; where they have to be, refuse."""
+        if self._reuse.same_input:
             raise error
         logging.getLogger(__name__).warning("warning: its rows are done again: %s", error)
 
     def _changed(self, what: str) -> JobChanged:
         return JobChanged(
-            f"the input changed since {self._carry.runs[0]}: {what}; run the job with input.incremental=true instead"
+            f"the input changed since {self._reuse.runs[0]}: {what}; run the job with input.incremental=true instead"
         )
 
 
-class CarriedRows:
+class ReusedRows:
     """Copy rows of earlier runs; a shard is proved to be whole when it is first read."""
 
-    def __init__(self, carry: Carry):
-        self._carry = carry
+    def __init__(self, reuse: Reuse):
+        self._reuse = reuse
         self._starts: dict[int, list[int]] = {}  # of each run's shards, the index of the first row
         self._whole: set[tuple[int, int]] = set()
 
@@ -129,11 +129,11 @@ class CarriedRows:
 
     def _shard_starts(self, number: int) -> list[int]:
         if number not in self._starts:
-            self._starts[number] = planned_starts(self._carry.directories[number])
+            self._starts[number] = planned_starts(self._reuse.directories[number])
         return self._starts[number]
 
     def _read(self, number: int, shard: int, places: list[int]) -> list[dict[str, Any]]:
-        run = self._carry.directories[number]
+        run = self._reuse.directories[number]
         try:
             if is_committed(run, shard, deep=(number, shard) not in self._whole):
                 self._whole.add((number, shard))
@@ -143,25 +143,25 @@ class CarriedRows:
         except (OSError, pa.ArrowException, KeyError) as error:
             raise Damaged(
                 run.shard_file(shard),
-                "is missing or damaged, and rows of it are to be carried over",
+                "is missing or damaged, and rows of it are to be reused",
                 f"make it again: kvbatch resume {run.path}, or start afresh: kvbatch run --new-run",
             ) from error
 
 
-def can_carry(run: RunDirectory) -> bool:
-    """Tell whether the rows that a planned run still has to carry over are where its plan says.
+def can_be_reused(run: RunDirectory) -> bool:
+    """Tell whether the rows that a planned run still has to reuse are where its plan says.
 
     Raises:
         InputError: Its manifest or plan cannot be read.
     """
-    carry = Carry.of(run)
-    if not carry.runs or "plan" not in run.read_manifest():
+    reuse = Reuse.of(run)
+    if not reuse.runs or "plan" not in run.read_manifest():
         return True
-    carried = CarriedRows(carry)
+    reused = ReusedRows(reuse)
     try:
-        for number, rows in enumerate(planned_shards(run, ["carried_run", "carried_index"])):
+        for number, rows in enumerate(planned_shards(run, ["reused_run", "reused_index"])):
             if not is_committed(run, number):
-                carried.copy(list(_places(rows)))
+                reused.copy(list(_places(rows)))
     except Damaged as error:
         if error.path == run.plan:
             raise
@@ -170,7 +170,7 @@ def can_carry(run: RunDirectory) -> bool:
 
 
 def _places(rows: Iterable[dict[str, Any]]) -> Iterable[Place]:
-    return ((row["carried_run"], row["carried_index"]) for row in rows if row["carried_run"] is not None)
+    return ((row["reused_run"], row["reused_index"]) for row in rows if row["reused_run"] is not None)
 
 
 def _key(row_id: str, content: str | None) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Which rows of earlier runs need not be done again: the choice of the incremental mode and of `kvbatch retry`.
 
-The plan of the new run says of each carried row where an earlier run wrote it, so that a run that is continued copies
+The plan of the new run says of each reused row where an earlier run wrote it, so that a run that is continued copies
 the same. How they are found and copied is the business of `kvbatch.run_dir.previous_rows`.
 
 Imports neither torch nor transformers: whether something is new must be known at once.
@@ -36,12 +36,12 @@ _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has onc
 
 
 @dataclass(frozen=True)
-class Carry:
+class Reuse:
     """Choose rows of earlier runs.
 
     Args:
         runs: their directories, newest first.
-        redo: finish reasons of the rows that are not carried; `error` is that of rows without an answer.
+        redo: finish reasons of the rows that are not reused; `error` is that of rows without an answer.
         same_input: the input must hold the rows of the run, all and no others.
     """
 
@@ -54,9 +54,9 @@ class Carry:
         return asdict(self)
 
     @classmethod
-    def of(cls, run: RunDirectory) -> "Carry":
+    def of(cls, run: RunDirectory) -> "Reuse":
         """Return the choice that a run's manifest keeps; raises as `RunDirectory.read_manifest`."""
-        values = run.read_manifest().get("carry")
+        values = run.read_manifest().get("reuse")
         return cls(tuple(values["runs"]), tuple(values["redo"]), values["same_input"]) if values else cls()
 
     @cached_property
@@ -90,7 +90,7 @@ def last_answers(job: Job) -> RunDirectory | None:
     return next((run for run in runs if run.is_success), runs[0] if runs else None)
 
 
-def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
+def reused_by_default(job: Job, semantic: Mapping[str, Any]) -> Reuse | None:
     """Return the choice of an incremental job: what its last success answered, and runs after it that did not end.
 
     Args:
@@ -104,12 +104,12 @@ def carried_by_default(job: Job, semantic: Mapping[str, Any]) -> Carry | None:
             if "plan" in manifest:
                 run.check_file(run.plan)
         except InputError as error:
-            logging.getLogger(__name__).warning("warning: no row of %s is carried over: %s", run.path, error)
+            logging.getLogger(__name__).warning("warning: no row of %s is reused: %s", run.path, error)
             continue
         found.append(str(run.path))
         if run.is_success:
             break
-    return Carry(tuple(found)) if found else None
+    return Reuse(tuple(found)) if found else None
 
 
 def time_of_last(job: Job, semantic: Mapping[str, Any]) -> datetime | None:
@@ -121,13 +121,13 @@ def time_of_last(job: Job, semantic: Mapping[str, Any]) -> datetime | None:
     return None
 
 
-def check_model(carry: Carry, semantic: Mapping[str, Any]) -> None:
+def check_model(reuse: Reuse, semantic: Mapping[str, Any]) -> None:
     """Prove that the rows of earlier runs may stand beside those of a model.
 
     Raises:
         JobChanged: Another one made them.
     """
-    for run in carry.directories:
+    for run in reuse.directories:
         before = run.read_manifest().get("semantic", {})
         lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
         if lines:
@@ -168,13 +168,13 @@ def _answers(semantic: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def precision_to_keep(
-    job: Job, earlier: RunDirectory | None, carry: Carry | None, *, new_run: bool
+    job: Job, earlier: RunDirectory | None, reuse: Reuse | None, *, new_run: bool
 ) -> KeptPrecision | None:
-    """Return the precision of the run that is continued, or whose rows are carried over."""
+    """Return the precision of the run that is continued, or whose rows are reused."""
     run = earlier
     if not earlier and not new_run:
-        if carry:
-            run = carry.directories[0] if carry.runs else None
+        if reuse:
+            run = reuse.directories[0] if reuse.runs else None
         else:
             run = last_answers(job) if job.input.incremental else None
     return run and kept_precision(run)

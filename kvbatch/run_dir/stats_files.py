@@ -27,7 +27,7 @@ STEP_SCHEMA = pa.schema(
         ("num_tokens", pa.int64()),
         ("num_prefills", pa.int32()),
         ("num_decodes", pa.int32()),
-        ("num_arenas", pa.int32()),
+        ("num_prefill_buffers", pa.int32()),
         ("kv_used_bytes", pa.int64()),
         ("kv_reserved_bytes", pa.int64()),
     ]

@@ -26,7 +26,7 @@ Rows = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys [N, D], values [N, D]
 class TierShare:
     """What one tier gets.
 
-    The rows are a whole tier's new tokens; of a quantised one, all those that have no full page yet.
+    The rows are a whole tier's new tokens; of a quantized one, all those that have no full page yet.
     """
 
     page_lanes: Tensor  # int64 [P] ascending
@@ -63,7 +63,7 @@ class Compressor:
         keep_all: bool = False,
         fill_pages: bool = False,
     ) -> list[TierShare]:
-        """Give each token its tier, drop the rest, and quantise the pages that become full.
+        """Give each token its tier, drop the rest, and quantize the pages that become full.
 
         Args:
             pending: for each tier, the tokens that wait for its next page. They are read only.
@@ -120,7 +120,7 @@ class Compressor:
                 lanes.repeat_interleave(keys.shape[1]), keys.flatten(0, 1), values.flatten(0, 1)
             )
         rows = PageRows.of_pages(keys, values)
-        pages = self._quantise(page_format, lanes, rows, None)
+        pages = self._quantize(page_format, lanes, rows, None)
         return TierShare(lanes, pages, lanes[:0], rows.held_keys, rows.held_values)
 
     def _fill_pages(
@@ -132,7 +132,7 @@ class Compressor:
         values: Tensor,  # [lanes, C, D]
         key_weights: Tensor | None,
     ) -> TierShare:
-        """Join a chunk's tokens to those held in their lanes, and quantise as many whole pages as there are in each."""
+        """Join a chunk's tokens to those held in their lanes, and quantize as many whole pages as there are in each."""
         (held_lanes, held_keys, held_values), (new_lanes, tokens) = held, new
         size, num_lanes = page_format.page_tokens, self.layout.num_lanes
         num_held, num_new = (torch.bincount(x, minlength=num_lanes) for x in (held_lanes, new_lanes))
@@ -152,12 +152,12 @@ class Compressor:
         full = torch.arange(len(order)) < (starts + num_pages * size).repeat_interleave(lengths)
         rows = PageRows(keys, values, held_keys, held_values, order[full].view(-1, size))
         page_lanes = lanes.repeat_interleave(num_pages)
-        pages = self._quantise(page_format, page_lanes, rows, key_weights)
+        pages = self._quantize(page_format, page_lanes, rows, key_weights)
         return TierShare(
             page_lanes, pages, lanes.repeat_interleave(lengths % size), *rows.gather(order[~full])
         )
 
-    def _quantise(
+    def _quantize(
         self,
         page_format: PageFormat,
         lanes: Tensor,  # [P]
@@ -168,7 +168,7 @@ class Compressor:
             None if self.value_weights is None else Compensation(key_weights, self.value_weights, lanes)
         )
         kernels = cpu_kernels(self.layout.head_dim)
-        return kernels.quantise(rows, page_format, compensation, num_threads=torch.get_num_threads())
+        return kernels.quantize(rows, page_format, compensation, num_threads=torch.get_num_threads())
 
 
 def _whole_share(lanes: Tensor, keys: Tensor, values: Tensor) -> TierShare:

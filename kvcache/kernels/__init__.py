@@ -1,4 +1,4 @@
-"""Kernels over pages and their torch twins, which say what a kernel must compute.
+"""Kernels over pages and their torch references, which say what a kernel must compute.
 
-`cpu` holds the C++ ones, `torch_twin` runs everywhere; `registry` chooses.
+`cpu` holds the C++ ones, `reference` runs everywhere; `registry` chooses.
 """

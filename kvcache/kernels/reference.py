@@ -11,23 +11,23 @@ from torch import Tensor
 from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.kernels.page_tokens import PageRows
 from kvcache.quantize.error_compensation import Compensation
-from kvcache.quantize.pages import dequantise_pages, quantise_pages
+from kvcache.quantize.pages import dequantize_pages, quantize_pages
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 
-def quantise(
+def quantize(
     rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
     num_threads: int = 1,
 ) -> Tensor:  # [P, page_bytes] uint8
-    """Pack full pages: see `kvcache.quantize.pages.quantise_pages`."""
+    """Pack full pages: see `kvcache.quantize.pages.quantize_pages`."""
     keys, values = rows.gather()
-    return quantise_pages(keys.float(), values.float(), page_format, compensation)
+    return quantize_pages(keys.float(), values.float(), page_format, compensation)
 
 
-def dequantise(
+def dequantize(
     table: PageTable,
     dtype: torch.dtype = torch.float32,
     *,
@@ -151,9 +151,9 @@ def prefill_attention(
         largest weight each explicit key gets from a query at least so many tokens behind it (0: no query is), of any
         of its lane's heads, float32 `[KVH, N]`.
     """
-    num_lanes, num_arena = keys.shape[:2]
+    num_lanes, num_prefill_buffer = keys.shape[:2]
     entries = _entries(table) if table else [None] * num_lanes
-    position = torch.arange(len(q))[:, None] + num_arena - len(q)
+    position = torch.arange(len(q))[:, None] + num_prefill_buffer - len(q)
     outs, lses, largest = [], [], []
     for head, entry in enumerate(entries):
         lane = (keys[head].float(), values[head].float())
@@ -163,8 +163,8 @@ def prefill_attention(
         outs.append(part)
         lses.append(lse)
         if distance is not None:
-            near = position - torch.arange(num_arena) < distance
-            largest.append(weights.amax(1)[:, -num_arena:].masked_fill(near, 0).amax(0))
+            near = position - torch.arange(num_prefill_buffer) < distance
+            largest.append(weights.amax(1)[:, -num_prefill_buffer:].masked_fill(near, 0).amax(0))
     joined = torch.cat(outs, 1).to(q.dtype)
     return (
         joined if out is None else out.copy_(joined),
@@ -219,7 +219,7 @@ def _lane(table: PageTable, first: int, num_pages: int) -> tuple[Tensor, Tensor]
     for number, page_format in enumerate(table.formats):
         chosen = ((format_ids == number) & (counts > 0)).nonzero().flatten()
         units = table.addresses[entries][chosen, None] + torch.arange(page_format.page_units)
-        parts = dequantise_pages(table.slab.view(-1, UNIT_BYTES)[units].flatten(1), page_format)
+        parts = dequantize_pages(table.slab.view(-1, UNIT_BYTES)[units].flatten(1), page_format)
         slots = torch.arange(page_format.page_tokens)
         valid = slots < counts[chosen, None]
         rows = ((ends - counts)[chosen, None] + slots)[valid]

@@ -1,4 +1,4 @@
-"""Which kernels run: the compiled ones where they are, else their torch twins."""
+"""Which kernels run: the compiled ones where they are, else their torch references."""
 
 from types import ModuleType
 
@@ -15,7 +15,7 @@ def compiled_kernels(head_dim: int) -> ModuleType | None:
 
 
 def cpu_kernels(head_dim: int) -> ModuleType:
-    """Return the compiled kernels where they are, else `torch_twin`, which has the same functions."""
-    from kvcache.kernels import reference as torch_twin
+    """Return the compiled kernels where they are, else `reference`, which has the same functions."""
+    from kvcache.kernels import reference
 
-    return compiled_kernels(head_dim) or torch_twin
+    return compiled_kernels(head_dim) or reference

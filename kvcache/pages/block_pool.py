@@ -1,7 +1,7 @@
-"""Frames: equal blocks of one byte slab, from which a sequence carves pages of any format.
+"""Blocks: equal parts of one byte slab, from which a sequence carves pages of any format.
 
-A frame belongs to one sequence (or, shared, to a prefix and the rows that begin with it), so pages of different
-sizes never fragment each other: what a sequence gives up is whole frames.
+A block belongs to one sequence (or, shared, to a prefix and the rows that begin with it), so pages of different
+sizes never fragment each other: what a sequence gives up is whole blocks.
 """
 
 import torch
@@ -13,23 +13,23 @@ from kvcache.pages.huge_pages import in_huge_pages
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 
-class FramePool(BlockAllocator):
-    """Hold `num_frames` frames of `frame_bytes` bytes.
+class BlockPool(BlockAllocator):
+    """Hold `num_blocks` blocks of `block_bytes` bytes.
 
-    Frames are reserved at admission and taken when written, so that `used_bytes` is what the cache really holds.
+    Blocks are reserved at admission and taken when written, so that `used_bytes` is what the cache really holds.
     """
 
-    def __init__(self, num_frames: int, frame_bytes: int, *, device: str | torch.device = "cpu"):
-        assert frame_bytes % UNIT_BYTES == 0
-        super().__init__(num_frames)
-        self.frame_bytes = frame_bytes
+    def __init__(self, num_blocks: int, block_bytes: int, *, device: str | torch.device = "cpu"):
+        assert block_bytes % UNIT_BYTES == 0
+        super().__init__(num_blocks)
+        self.block_bytes = block_bytes
         self.num_reserved = 0
-        size = num_frames * frame_bytes
+        size = num_blocks * block_bytes
         self.slab = in_huge_pages(torch.empty(size, dtype=torch.uint8, device=device)).zero_()
 
     @property
     def num_available(self) -> int:
-        """Frames that nobody has reserved."""
+        """Blocks that nobody has reserved."""
         return self.num_blocks - self.num_reserved
 
     @property
@@ -39,11 +39,11 @@ class FramePool(BlockAllocator):
 
     @property
     def used_bytes(self) -> int:
-        return self.num_used * self.frame_bytes
+        return self.num_used * self.block_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self.peak_blocks * self.frame_bytes
+        return self.peak_blocks * self.block_bytes
 
     def read(self, addresses: Tensor, num_bytes: int) -> Tensor:
         """Return pages as uint8 `[*addresses.shape, num_bytes]`, copied."""
@@ -57,31 +57,31 @@ class FramePool(BlockAllocator):
 
 
 class PageStore:
-    """Carve pages out of frames, for one sequence.
+    """Carve pages out of blocks, for one sequence.
 
     Args:
-        pool: where frames come from.
-        num_frames: the frames reserved for this sequence; it never takes more.
+        pool: where blocks come from.
+        num_blocks: the blocks reserved for this sequence; it never takes more.
     """
 
-    def __init__(self, pool: FramePool, num_frames: int):
-        assert num_frames <= pool.num_available, "admission reserves before a store is made"
+    def __init__(self, pool: BlockPool, num_blocks: int):
+        assert num_blocks <= pool.num_available, "admission reserves before a store is made"
         self.pool = pool
-        self.num_reserved = num_frames
-        pool.num_reserved += num_frames
-        self._frames: list[Tensor] = []
+        self.num_reserved = num_blocks
+        pool.num_reserved += num_blocks
+        self._blocks: list[Tensor] = []
         self._shared: list[Tensor] = []
         self._free: dict[PageFormat, Tensor] = {}
 
     @property
-    def num_frames(self) -> int:
-        """Frames this store took itself."""
-        return sum(len(frames) for frames in self._frames)
+    def num_blocks(self) -> int:
+        """Blocks this store took itself."""
+        return sum(len(blocks) for blocks in self._blocks)
 
     @property
-    def frames(self) -> list[Tensor]:
-        """Everything this store holds, shared frames included."""
-        return self._frames + self._shared
+    def blocks(self) -> list[Tensor]:
+        """Everything this store holds, shared blocks included."""
+        return self._blocks + self._shared
 
     def allocate(self, page_format: PageFormat, count: int) -> Tensor:
         """Return the addresses of `count` free pages, int64 `[count]`.
@@ -91,12 +91,12 @@ class PageStore:
         """
         free = self._free.get(page_format, torch.empty(0, dtype=torch.int64))
         if len(free) < count:
-            per_frame = pages_per_frame(self.pool.frame_bytes, page_format)
-            frames = self.pool.allocate(-(-(count - len(free)) // per_frame)).flatten()
-            self._frames.append(frames)
-            assert self.num_frames <= self.num_reserved, "a sequence outgrew its reservation"
-            starts = frames[:, None] * (self.pool.frame_bytes // UNIT_BYTES)
-            inside = torch.arange(per_frame) * (page_format.page_bytes // UNIT_BYTES)
+            per_block = pages_per_block(self.pool.block_bytes, page_format)
+            blocks = self.pool.allocate(-(-(count - len(free)) // per_block)).flatten()
+            self._blocks.append(blocks)
+            assert self.num_blocks <= self.num_reserved, "a sequence outgrew its reservation"
+            starts = blocks[:, None] * (self.pool.block_bytes // UNIT_BYTES)
+            inside = torch.arange(per_block) * (page_format.page_bytes // UNIT_BYTES)
             free = torch.cat([free, (starts + inside).flatten()])
         self._free[page_format] = free[count:]
         return free[:count]
@@ -106,20 +106,20 @@ class PageStore:
         self._free[page_format] = torch.cat([self._free[page_format], addresses.flatten()])
 
     def share(self, other: "PageStore") -> None:
-        """Hold the frames of another store, whose pages this sequence reads and never writes."""
-        for frames in other.frames:
-            self.pool.retain(frames)
-            self._shared.append(frames)
+        """Hold the blocks of another store, whose pages this sequence reads and never writes."""
+        for blocks in other.blocks:
+            self.pool.retain(blocks)
+            self._shared.append(blocks)
 
     def free(self) -> None:
-        """Give every frame and the reservation back."""
-        for frames in self.frames:
-            self.pool.release(frames)
-        self._frames, self._shared, self._free = [], [], {}
+        """Give every block and the reservation back."""
+        for blocks in self.blocks:
+            self.pool.release(blocks)
+        self._blocks, self._shared, self._free = [], [], {}
         self.pool.num_reserved -= self.num_reserved
         self.num_reserved = 0
 
 
-def pages_per_frame(frame_bytes: int, page_format: PageFormat) -> int:
-    """Return how many pages of a format a frame holds."""
-    return frame_bytes // page_format.page_bytes
+def pages_per_block(block_bytes: int, page_format: PageFormat) -> int:
+    """Return how many pages of a format a block holds."""
+    return block_bytes // page_format.page_bytes

@@ -1,7 +1,7 @@
 """A list of pages for every lane of a sequence, all of one format.
 
 A lane's tokens lie in its pages in the order they came; lanes have lengths of their own. Rows are written to
-pages at full precision only (`append_rows`); quantised pages come whole (`append_pages`) and never change.
+pages at full precision only (`append_rows`); quantized pages come whole (`append_pages`) and never change.
 """
 
 import torch

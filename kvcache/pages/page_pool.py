@@ -6,7 +6,7 @@ Does not know sequences, layers or heads.
 import torch
 from torch import Tensor
 
-from kvcache.kernels import reference as torch_twin
+from kvcache.kernels import reference
 from kvcache.kernels.registry import cpu_kernels
 from kvcache.pages.block_allocator import BlockAllocator
 from kvcache.pages.huge_pages import in_huge_pages
@@ -34,7 +34,7 @@ class PagePool(BlockAllocator):
         self.keys, self.values = (  # [P, page_tokens, D]
             in_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for _ in range(2)
         )
-        self._kernels = cpu_kernels(layout.head_dim) if self.keys.device.type == "cpu" else torch_twin
+        self._kernels = cpu_kernels(layout.head_dim) if self.keys.device.type == "cpu" else reference
 
     @property
     def allocated_bytes(self) -> int:

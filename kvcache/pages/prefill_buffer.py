@@ -1,4 +1,4 @@
-"""The prefill arena: the newest chunks of sequences in prefill, contiguous, at the model's precision.
+"""Prefill buffers: the newest chunks of sequences in prefill, contiguous, at the model's precision.
 
 Leases are preallocated and equal; a sequence holds one from admission to the end of its prompt.
 """
@@ -13,8 +13,8 @@ from kvcache.quantize.error_compensation import compensation_weights
 OBSERVED_EVERY = 16
 
 
-class ArenaPool(BlockAllocator):
-    """Hold `num_leases` arenas of `num_tokens` tokens each."""
+class PrefillBufferPool(BlockAllocator):
+    """Hold `num_leases` prefill buffers of `num_tokens` tokens each."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class ArenaPool(BlockAllocator):
         self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        moments_dim = head_dim if compensates else 0
-        self.moments = torch.zeros(*shape[:3], moments_dim, moments_dim, device=device)
+        second_moments_dim = head_dim if compensates else 0
+        self.second_moments = torch.zeros(*shape[:3], second_moments_dim, second_moments_dim, device=device)
 
     @property
     def allocated_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes + self.moments.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.scores.nbytes + self.second_moments.nbytes
 
 
-class Arena:
+class PrefillBuffer:
     """One lease: the last `length` tokens of a sequence.
 
     Attributes:
@@ -51,12 +51,12 @@ class Arena:
         length: tokens held.
     """
 
-    def __init__(self, pool: ArenaPool):
+    def __init__(self, pool: PrefillBufferPool):
         self._pool = pool
         self._lease = pool.allocate(1).flatten()
         index = int(self._lease)
         self.keys, self.values, self.scores = pool.keys[index], pool.values[index], pool.scores[index]
-        self.moments = pool.moments[index].zero_()
+        self.second_moments = pool.second_moments[index].zero_()
         self._key_weights: Tensor | None = None
         self.length = 0
 
@@ -67,24 +67,24 @@ class Arena:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer's new keys and values `[C, KVH, D]` behind those held; `extend` counts them."""
         end = self.length + len(keys)
-        assert end <= self.capacity, "a chunk outgrew its arena"
+        assert end <= self.capacity, "a chunk outgrew its prefill buffer"
         self.keys[layer, :, self.length : end] = keys.transpose(0, 1)
         self.values[layer, :, self.length : end] = values.transpose(0, 1)
         self.scores[layer, :, self.length : end] = 0
 
     def observe(self, layer: int, queries: Tensor) -> None:
         """Add one layer's new queries `[C, H, D]` to the moments."""
-        if self.moments.numel():
+        if self.second_moments.numel():
             seen = queries[-self.length % OBSERVED_EVERY :: OBSERVED_EVERY]  # whatever steps a chunk comes in
-            rows = seen.float().unflatten(1, (self.moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
-            self.moments[layer].baddbmm_(rows.mT, rows)
+            rows = seen.float().unflatten(1, (self.second_moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+            self.second_moments[layer].baddbmm_(rows.mT, rows)
             self._key_weights = None
 
     @property
     def key_weights(self) -> Tensor | None:
         """How the columns of keys make up for each other's errors, `[lanes, D, D]`, by the queries so far."""
-        if self._key_weights is None and self.moments.numel():
-            self._key_weights = compensation_weights(self.moments.flatten(0, 1))
+        if self._key_weights is None and self.second_moments.numel():
+            self._key_weights = compensation_weights(self.second_moments.flatten(0, 1))
         return self._key_weights
 
     def extend(self, num_tokens: int) -> None:
@@ -101,14 +101,14 @@ class Arena:
         self.length = rest
         self._key_weights = None  # as large as the moments, which alone are counted
 
-    def copy_from(self, other: "Arena") -> None:
-        """Take over another arena's tokens, scores and moments."""
+    def copy_from(self, other: "PrefillBuffer") -> None:
+        """Take over another prefill buffer's tokens, scores and moments."""
         self.length = other.length
         for mine, theirs in zip(
             (self.keys, self.values, self.scores), (other.keys, other.values, other.scores), strict=True
         ):
             mine[:, :, : self.length] = theirs[:, :, : self.length]
-        self.moments.copy_(other.moments)
+        self.second_moments.copy_(other.second_moments)
 
     def free(self) -> None:
         """Give the lease back."""

@@ -1,6 +1,6 @@
 """Which rounding errors matter together: from second moments to the weights by which columns make up for each other.
 
-Optimal brain quantisation as GPTQ does it to weights (Frantar et al. 2022), applied to pages, in its equivalent form as
+Optimal brain quantization as GPTQ does it to weights (Frantar et al. 2022), applied to pages, in its equivalent form as
 a nearest plane search (Chen et al. 2025): the columns of a page are rounded one after the other, each aimed at what it
 should be plus a weighted sum of the errors made before it. Bytes and readers stay as they are; only the codes differ.
 
@@ -32,7 +32,7 @@ class Compensation:
 
 
 def compensation_weights(
-    moments: Tensor,
+    second_moments: Tensor,
 ) -> Tensor:  # [..., D, D] float32, symmetric -> the same, strictly lower
     """Return what column `i` adds to its target of the error of column `j < i`.
 
@@ -40,9 +40,9 @@ def compensation_weights(
     and the weighted sum of those before it; so the weights are U[j, i] / U[i, i]. Moments in which no direction matters
     more than another give zeros, and so do those that are not finite.
     """
-    size = moments.shape[-1]
-    scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
-    damped = moments / scale + _DAMPING * torch.eye(size, device=moments.device)
+    size = second_moments.shape[-1]
+    scale = second_moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
+    damped = second_moments / scale + _DAMPING * torch.eye(size, device=second_moments.device)
     lower, info = torch.linalg.cholesky_ex(
         damped.flip(-2, -1)
     )  # flipped both ways, U Uᵀ becomes lower times upper
@@ -52,7 +52,7 @@ def compensation_weights(
     return weights
 
 
-def output_moments(
+def output_second_moments(
     weight: Tensor,  # [hidden, H D] output projection
     num_kv_heads: int,
     head_dim: int,

@@ -1,4 +1,4 @@
-"""Packing keys and values into quantised pages and back: the specification of every kernel.
+"""Packing keys and values into quantized pages and back: the specification of every kernel.
 
 Owns the arithmetic and the rotations; `page_format` says where each byte lies. All pages of a call at once.
 Codes are packed through wider integers of the same bytes, so a little endian host is assumed, as torch does.
@@ -20,7 +20,7 @@ _TWO_BIT_SPAN = 0.8
 _FLOAT16_MAX = 65504.0
 
 
-def quantise_pages(
+def quantize_pages(
     keys: Tensor,  # [P, T, D] float, rotated already where rotation is wanted
     values: Tensor,  # [P, T, D] float
     page_format: PageFormat,
@@ -48,18 +48,18 @@ def quantise_pages(
         keys = keys / factors
         _put(pages, page_format.row_factor_offset, factors.half())
     key_weights, value_weights = _page_weights(compensation)
-    codes, scale, minimum = _quantise(keys, page_format.key_bits, 1, key_weights)
+    codes, scale, minimum = _quantize(keys, page_format.key_bits, 1, key_weights)
     _put(pages, page_format.key_code_offset, pack_codes(codes, page_format.key_bits))
     _put(pages, page_format.key_scale_offset, scale)
     _put(pages, page_format.key_min_offset, minimum)
-    codes, scale, minimum = _quantise(values, page_format.value_bits, 2, value_weights)
+    codes, scale, minimum = _quantize(values, page_format.value_bits, 2, value_weights)
     _put(pages, page_format.value_code_offset, pack_codes(codes, page_format.value_bits))
     _put(pages, page_format.value_scale_offset, scale)
     _put(pages, page_format.value_min_offset, minimum)
     return pages
 
 
-def dequantise_pages(
+def dequantize_pages(
     pages: Tensor,  # [P, page_bytes] uint8
     page_format: PageFormat,
 ) -> tuple[Tensor, Tensor]:  # keys, values [P, T, D] float32
@@ -167,13 +167,13 @@ def fold_value_rotation(
     outputs.copy_(outputs.float() @ matrix)
 
 
-def _quantise(
+def _quantize(
     x: Tensor,  # [P, T, D] float32
     bits: int,
     dim: int,
     weights: Tensor | None,  # [P, D, D]
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes uint8 [P, T, D], scale and minimum float16 with `dim` kept as 1
-    """Quantise along `dim`, one scale and minimum a group."""
+    """Quantize along `dim`, one scale and minimum a group."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     low, high = low.clamp(-_FLOAT16_MAX, _FLOAT16_MAX), high.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
     if bits == 2:

@@ -10,7 +10,7 @@ from torch import Tensor
 class Observation:
     """One layer of one step of a sequence in prefill.
 
-    The arena holds `N` keys, the last `C` of them this step's own. `weights` are true attention probabilities:
+    The prefill buffer holds `N` keys, the last `C` of them this step's own. `weights` are true attention probabilities:
     normalised over everything a query sees, compressed pages included; zero where a key is not visible; None for a
     scorer that does not look at them.
     """
@@ -23,9 +23,9 @@ class Observation:
 
 
 class Scorer(Protocol):
-    """Judge keys while they lie in the arena; higher is kept.
+    """Judge keys while they lie in the prefill buffer; higher is kept.
 
-    A scorer holds no state of its own: it updates the running scores of the arena's keys, which start at 0 and
+    A scorer holds no state of its own: it updates the running scores of the prefill buffer's keys, which start at 0 and
     move with the keys. `needs_question` says whether it works only with the question's tokens as probes,
     `needs_weights` whether it looks at attention, which kernels do not keep: a chunk's is then made in torch. With
     `reconstructs` it sees other queries than the document's own: the tokens about to be judged, read once more behind a

@@ -1,10 +1,10 @@
-"""One sequence's compressed cache: arena in prefill, pages of several formats, the open page in decode.
+"""One sequence's compressed cache: prefill buffer in prefill, pages of several formats, the open page in decode.
 
-A token goes from the arena (or, in decode, from the open pages) to one of the tiers or is dropped, once. Every lane
-keeps what the budget gave it:
+A token goes from the prefill buffer (or, in decode, from the open pages) to one of the tiers or is dropped, once.
+Every lane keeps what the budget gave it:
 
     sinks    the first tokens, whole
-    tiers    survivors; a tier of fewer bits gathers 64 of them whole (`pending`) before it quantises a page
+    tiers    survivors; a tier of fewer bits gathers 64 of them whole (`pending`) before it quantizes a page
     recent   the newest tokens, whole
 
 Where the policy drops tokens, the tiers stop growing with the prompt: in decode a page that fills takes the place of
@@ -21,9 +21,9 @@ from torch import Tensor
 from kvcache.compress.background import BackgroundCompressor
 from kvcache.compress.compressor import Compressor, TierShare
 from kvcache.kernels.page_table import LanePages, PageLists
-from kvcache.pages.block_pool import FramePool, PageStore
+from kvcache.pages.block_pool import BlockPool, PageStore
 from kvcache.pages.page_list import PageList
-from kvcache.pages.prefill_buffer import Arena, ArenaPool
+from kvcache.pages.prefill_buffer import PrefillBuffer, PrefillBufferPool
 from kvcache.pages.tier_list import TierList
 from kvcache.sequence.lane_usage import LaneUsage
 from kvcache.sizes.compressed import TIER_PAGE_TOKENS, WHOLE_PAGE_TOKENS
@@ -42,10 +42,10 @@ class CompressedCache:
     Args:
         compressor: the policy at work.
         whole_dtype: of tokens kept whole.
-        frames: where pages come from.
-        num_frames: frames reserved for this sequence.
-        arenas: where the arena comes from.
-        prefix: a cache still in prefill whose tokens this sequence begins with. Quantised pages are shared,
+        blocks: where pages come from.
+        num_blocks: blocks reserved for this sequence.
+        prefill buffers: where the prefill buffer comes from.
+        prefix: a cache still in prefill whose tokens this sequence begins with. Quantized pages are shared,
             everything else is copied.
         background: where chunks are compressed while the model goes on; None: at once.
         whole_chunks: a chunk must be computed in one step.
@@ -55,9 +55,9 @@ class CompressedCache:
         self,
         compressor: Compressor,
         whole_dtype: torch.dtype,
-        frames: FramePool,
-        num_frames: int,
-        arenas: ArenaPool,
+        blocks: BlockPool,
+        num_blocks: int,
+        prefill_buffers: PrefillBufferPool,
         prefix: "CompressedCache | None" = None,
         background: BackgroundCompressor | None = None,
         *,
@@ -66,12 +66,12 @@ class CompressedCache:
         layout = self.layout = compressor.layout
         self._compressor = compressor
         self._whole_dtype = whole_dtype
-        self.store = PageStore(frames, num_frames)
-        self.arena: Arena | None = Arena(arenas)
+        self.store = PageStore(blocks, num_blocks)
+        self.prefill_buffer: PrefillBuffer | None = PrefillBuffer(prefill_buffers)
         self.num_tokens = 0  # ever cached, kept or not
         self._background = background
         self.whole_chunks = whole_chunks
-        self._leaving: Future[list[TierShare]] | None = None  # of the arena's oldest chunk
+        self._leaving: Future[list[TierShare]] | None = None  # of the prefill buffer's oldest chunk
         self._seen: list[Tensor] = []  # what open tokens looked at, in order
         # The lists before the open pages as they last were, and joined.
         self._joined: tuple[list[Tensor], LanePages] | None = None
@@ -91,7 +91,7 @@ class CompressedCache:
 
     def _begin_with(self, prefix: "CompressedCache") -> None:
         """Share what never changes of another cache, and copy the rest."""
-        assert prefix.arena is not None, "only a cache in prefill can be a prefix"
+        assert prefix.prefill_buffer is not None, "only a cache in prefill can be a prefix"
         whole = self.layout.whole
         self.store.share(prefix.store)
         self.sinks, self.recent = (
@@ -99,7 +99,7 @@ class CompressedCache:
         )
         self.pending = [part.clone_into(self.store, share=False) for part in prefix.pending]
         self.tiers = [part.clone_into(self.store, share=part.format != whole) for part in prefix.tiers]
-        self.arena.copy_from(prefix.arena)
+        self.prefill_buffer.copy_from(prefix.prefill_buffer)
         self.num_tokens = prefix.num_tokens
         self._leaving = prefix._leaving  # each puts the outcome into pages of its own when its time comes
 
@@ -115,22 +115,22 @@ class CompressedCache:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the frames this sequence holds alone."""
-        return self.store.num_frames * self.store.pool.frame_bytes
+        """Bytes of the blocks this sequence holds alone."""
+        return self.store.num_blocks * self.store.pool.block_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all frames held, shared ones included."""
-        return sum(len(frames) for frames in self.store.frames) * self.store.pool.frame_bytes
+        """Bytes of all blocks held, shared ones included."""
+        return sum(len(blocks) for blocks in self.store.blocks) * self.store.pool.block_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The same: a frame that was taken stays until the end."""
+        """The same: a block that was taken stays until the end."""
         return self.kept_bytes
 
     @property
     def lane_usage(self) -> LaneUsage:
-        """What the lanes keep, asked of their lists; tokens still in the arena are in none."""
+        """What the lanes keep, asked of their lists; tokens still in the prefill buffer are in none."""
         kinds = [[self.sinks, *self.pending, self.recent], *([tier] for tier in self.tiers)]
         shape = (len(kinds), self.layout.num_layers, self.layout.num_kv_heads)
         return LaneUsage(
@@ -144,28 +144,29 @@ class CompressedCache:
     def open_chunk_tokens(self) -> int:
         """The most prompt tokens of one step: the rest of a chunk, since a chunk is judged by those after it."""
         if not self.layout.config.streaming and not self.whole_chunks:
-            return self.arena.capacity - self.arena.length
+            return self.prefill_buffer.capacity - self.prefill_buffer.length
         size = self.layout.config.chunk_size
         return size - self.num_tokens % size
 
     def extend(self, num_tokens: int, *, prompt_ends: bool) -> None:
-        """Count prompt tokens that all layers have written to the arena.
+        """Count prompt tokens that all layers have written to the prefill buffer.
 
-        A chunk that was compressed in the background leaves the arena when the next chunk is complete: until then it
+        A chunk that was compressed in the background leaves the prefill buffer when the next chunk is complete:
+            until then it
         is attended there, whenever the outcome may be ready.
         """
-        self.arena.extend(num_tokens)
+        self.prefill_buffer.extend(num_tokens)
         self.num_tokens += num_tokens
         config = self.layout.config
         if prompt_ends or (config.streaming and self.num_tokens % config.chunk_size == 0):
             self._await_chunk()
 
     def num_due(self, *, prompt_ends: bool) -> int:
-        """Return how many of the arena's oldest tokens have seen what follows them: these need their scores now."""
+        """Return how many of the prefill buffer's oldest tokens have seen what follows them and are scored now."""
         if prompt_ends:
-            return max(0, self.arena.length - self.layout.config.recent_tokens)
+            return max(0, self.prefill_buffer.length - self.layout.config.recent_tokens)
         config = self.layout.config
-        is_full = config.streaming and self.arena.length >= (config.delay + 1) * config.chunk_size
+        is_full = config.streaming and self.prefill_buffer.length >= (config.delay + 1) * config.chunk_size
         return config.chunk_size if is_full and not self._leaving else 0
 
     def compress(self, prompt_tokens: int | None, *, thinning: float = 1.0, prompt_ends: bool) -> None:
@@ -181,13 +182,13 @@ class CompressedCache:
             scores, keys, values = self._judged(due)
             compress = partial(self._compressor.compress, scale=scale)
             self._leaving = self._background.submit(
-                compress, scores.clone(), keys, values, self.pending, self.arena.key_weights
+                compress, scores.clone(), keys, values, self.pending, self.prefill_buffer.key_weights
             )
         elif due:
-            self._compress_arena(due, scale=scale)
+            self._compress_prefill_buffer(due, scale=scale)
         if prompt_ends:
             self._await_chunk()
-            self._leave_arena(scale, prompt_tokens)
+            self._leave_prefill_buffer(scale, prompt_tokens)
 
     @property
     def open_tokens(self) -> int:
@@ -256,15 +257,15 @@ class CompressedCache:
             tier.note_attention(seen)
 
     def free(self) -> None:
-        """Give frames and arena back."""
+        """Give blocks and prefill buffer back."""
         if self._leaving:
             wait([self._leaving])  # it reads both
             self._leaving = None
         self.store.free()
         self._joined = None
-        if self.arena:
-            self.arena.free()
-            self.arena = None
+        if self.prefill_buffer:
+            self.prefill_buffer.free()
+            self.prefill_buffer = None
 
     def _list(self, page_format: PageFormat) -> PageList:
         return PageList(self.store, page_format, self.layout.num_lanes, self._whole_dtype)
@@ -275,47 +276,54 @@ class CompressedCache:
             shares, self._leaving = self._leaving.result(), None
             self._leave(self.layout.config.chunk_size, shares)
 
-    def _compress_arena(self, num_tokens: int, **how: Any) -> None:
-        """Judge the oldest tokens of the arena and move them to pages."""
+    def _compress_prefill_buffer(self, num_tokens: int, **how: Any) -> None:
+        """Judge the oldest tokens of the prefill buffer and move them to pages."""
         scores, keys, values = self._judged(num_tokens)
-        shares = self._compressor.compress(scores, keys, values, self.pending, self.arena.key_weights, **how)
+        shares = self._compressor.compress(
+            scores, keys, values, self.pending, self.prefill_buffer.key_weights, **how
+        )
         self._leave(num_tokens, shares)
 
     def _judged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores `[lanes, n]`, keys and values `[lanes, n, D]` of the arena's oldest tokens, sinks left out."""
-        arena, sinks = self.arena, self._num_sinks(num_tokens)
-        return tuple(x.flatten(0, 1)[:, sinks:num_tokens] for x in (arena.scores, arena.keys, arena.values))
+        """Return scores `[lanes, n]`, keys and values `[lanes, n, D]` of the buffer's oldest tokens, sinks left out."""
+        prefill_buffer, sinks = self.prefill_buffer, self._num_sinks(num_tokens)
+        return tuple(
+            x.flatten(0, 1)[:, sinks:num_tokens]
+            for x in (prefill_buffer.scores, prefill_buffer.keys, prefill_buffer.values)
+        )
 
     def _num_sinks(self, num_tokens: int) -> int:
-        """Return how many of the arena's oldest tokens are sinks."""
-        first = self.num_tokens - self.arena.length  # position of the arena's first token
+        """Return how many of the prefill buffer's oldest tokens are sinks."""
+        first = self.num_tokens - self.prefill_buffer.length  # position of the prefill buffer's first token
         return min(max(self.layout.config.warmup_tokens - first, 0), num_tokens)
 
     def _leave(self, num_tokens: int, shares: list[TierShare]) -> None:
-        """Move the oldest tokens of the arena to pages."""
-        arena, sinks = self.arena, self._num_sinks(num_tokens)
-        self._append_all(self.sinks, *(x[:, :, :sinks].flatten(0, 1) for x in (arena.keys, arena.values)))
+        """Move the oldest tokens of the prefill buffer to pages."""
+        prefill_buffer, sinks = self.prefill_buffer, self._num_sinks(num_tokens)
+        self._append_all(
+            self.sinks, *(x[:, :, :sinks].flatten(0, 1) for x in (prefill_buffer.keys, prefill_buffer.values))
+        )
         self._take(shares)
-        arena.drop_front(num_tokens)
+        prefill_buffer.drop_front(num_tokens)
 
-    def _leave_arena(self, scale: float, prompt_tokens: int) -> None:
+    def _leave_prefill_buffer(self, scale: float, prompt_tokens: int) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
-        arena, layout = self.arena, self.layout
+        prefill_buffer, layout = self.prefill_buffer, self.layout
         older = max(
-            arena.length - layout.config.recent_tokens, self._num_sinks(arena.length)
+            prefill_buffer.length - layout.config.recent_tokens, self._num_sinks(prefill_buffer.length)
         )  # [0, older) leaves
         tail = min(layout.tail_tokens(prompt_tokens), older)
         if older > tail:
-            self._compress_arena(older - tail, scale=scale)
+            self._compress_prefill_buffer(older - tail, scale=scale)
         if tail:
-            self._compress_arena(tail, keep_all=True, fill_pages=layout.fills_pages(prompt_tokens))
+            self._compress_prefill_buffer(tail, keep_all=True, fill_pages=layout.fills_pages(prompt_tokens))
         self._append_all(
             self.recent,
-            arena.keys[:, :, : arena.length].flatten(0, 1),
-            arena.values[:, :, : arena.length].flatten(0, 1),
+            prefill_buffer.keys[:, :, : prefill_buffer.length].flatten(0, 1),
+            prefill_buffer.values[:, :, : prefill_buffer.length].flatten(0, 1),
         )
-        arena.free()
-        self.arena = None
+        prefill_buffer.free()
+        self.prefill_buffer = None
 
     def _take(self, shares: list[TierShare]) -> None:
         """Put judged tokens into the pages of their tiers, or among those that wait for the next page."""
@@ -328,7 +336,7 @@ class CompressedCache:
     def _append(self, tier: TierList, share: TierShare) -> None:
         """Put tokens into a tier's pages; where nothing may grow, old pages make room."""
         whole = tier.format == self.layout.whole
-        if self.arena is None and self.layout.config.drops:
+        if self.prefill_buffer is None and self.layout.config.drops:
             lanes = share.lanes if whole else share.page_lanes.repeat_interleave(TIER_PAGE_TOKENS)
             tier.make_room(torch.bincount(lanes, minlength=self.layout.num_lanes))
         if whole:

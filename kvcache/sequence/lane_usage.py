@@ -44,7 +44,7 @@ class LaneUsage:
     def num_bytes(self) -> Tensor:
         """Bytes of the pages, partly filled ones as a whole, int64 `[L, KVH]`.
 
-        Together less than a sequence's `kept_bytes`, which also counts the room in its frames that no page takes.
+        Together less than a sequence's `kept_bytes`, which also counts the room in its blocks that no page takes.
         """
         return sum(
             pages * page_format.page_bytes

@@ -1,4 +1,4 @@
-"""What a compressed sequence takes, in frames: the counterpart of `CacheLayout` for compressing policies.
+"""What a compressed sequence takes, in blocks: the counterpart of `CacheLayout` for compressing policies.
 
 Pure integers. Counts are upper bounds that hold whatever the scores say: a lane's last page of each list may be
 partly filled, and a tier of fewer bits holds up to 63 tokens whole in every lane until their page is full.
@@ -13,8 +13,8 @@ from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 TIER_PAGE_TOKENS = 64
 WHOLE_PAGE_TOKENS = 16
-# Frames are large against every page format, small against a sequence.
-MIN_FRAME_UNITS, MAX_FRAME_UNITS = 64, 512
+# Blocks are large against every page format, small against a sequence.
+MIN_BLOCK_UNITS, MAX_BLOCK_UNITS = 64, 512
 LONG_PROMPT_TOKENS = 1024
 # Of what is kept of a prompt: measured at 0.3 and 0.42 of 4,000 tokens, 0.35 to 0.5 were best, at 0.1 less.
 TAIL_RATIO = 0.45
@@ -73,11 +73,11 @@ class CompressedLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a frame, the unit that sequences are counted in: pages of every format fill it without a rest."""
+        """Bytes of a block, the unit that sequences are counted in: pages of every format fill it without a rest."""
         units = lcm(*(page_format.page_units for page_format in (self.whole, *self.tiers)))
-        if units > MAX_FRAME_UNITS:
-            units = MAX_FRAME_UNITS
-        return units * -(-MIN_FRAME_UNITS // units) * UNIT_BYTES
+        if units > MAX_BLOCK_UNITS:
+            units = MAX_BLOCK_UNITS
+        return units * -(-MIN_BLOCK_UNITS // units) * UNIT_BYTES
 
     @property
     def token_bytes(self) -> int:
@@ -85,24 +85,24 @@ class CompressedLayout:
         return 2 * self.num_lanes * self.head_dim * self.element_bytes
 
     @property
-    def arena_tokens(self) -> int:
-        """Tokens of one arena in streaming mode."""
+    def prefill_buffer_tokens(self) -> int:
+        """Tokens of one prefill buffer in streaming mode."""
         return (self.config.delay + 1) * self.config.chunk_size
 
-    def arena_bytes(self, num_tokens: int) -> int:
-        """Bytes of an arena of that many tokens, scores and the queries' moments included."""
-        moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
-        return num_tokens * (self.token_bytes + 4 * self.num_lanes) + moment_bytes
+    def prefill_buffer_bytes(self, num_tokens: int) -> int:
+        """Bytes of a prefill buffer of that many tokens, scores and the queries' moments included."""
+        second_moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
+        return num_tokens * (self.token_bytes + 4 * self.num_lanes) + second_moment_bytes
 
     def sequence_pages(
         self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0, streamed_tokens: int = 0
     ) -> int:
-        """Return the most frames that a sequence ever holds.
+        """Return the most blocks that a sequence ever holds.
 
         Args:
             num_tokens: of prompt and answer.
             shared_tokens: of these, those cached elsewhere. They were judged before it was known how long a prompt they
-                begin. Their full quantised pages are shared and never make room for others; the rest is copied.
+                begin. Their full quantized pages are shared and never make room for others; the rest is copied.
             new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
             streamed_tokens: of a longer prompt, of which no more is kept (`thinning`), though in more chunks.
         """
@@ -113,7 +113,7 @@ class CompressedLayout:
         better_ratio = sum(tier.ratio for tier in config.resolved_tiers[:-1])
         last = len(self.tiers) - 1
         whole_pages = self._whole_lane_pages(prompt_tokens, new_tokens) * self.num_lanes
-        frames = 0
+        blocks = 0
         for number, (tier, page_format) in enumerate(zip(config.resolved_tiers, self.tiers, strict=True)):
             kept = tier.ratio * (scale * (judged - tail) + (1 - scale) * shared_tokens)
             kept += (tier.ratio if number < last else 1 - better_ratio) * tail
@@ -130,13 +130,13 @@ class CompressedLayout:
             if page_format == self.whole:
                 whole_pages += full_pages + self.num_lanes
             else:
-                frames += self._frames(full_pages, page_format)
-        return frames + self._frames(whole_pages, self.whole)
+                blocks += self._blocks(full_pages, page_format)
+        return blocks + self._blocks(whole_pages, self.whole)
 
     def _shared_page_tokens(self, ratio: float, shared_tokens: int, new_tokens: int) -> int:
         """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
         config = self.config
-        # chunks that were judged and have left the arena, even where one is compressed beside the model
+        # chunks that were judged and have left the prefill buffer, even where one is compressed beside the model
         num_chunks = shared_tokens // config.chunk_size - config.delay - 1
         if not config.streaming or num_chunks < 1:
             return 0
@@ -151,7 +151,7 @@ class CompressedLayout:
         return self.sequence_pages(num_tokens) * self.page_bytes
 
     def pages_in(self, num_bytes: int) -> int:
-        """Return how many whole frames fit into `num_bytes`."""
+        """Return how many whole blocks fit into `num_bytes`."""
         return num_bytes // self.page_bytes
 
     def tail_tokens(self, prompt_tokens: int) -> int:
@@ -159,8 +159,10 @@ class CompressedLayout:
         config = self.config
         judged = self._judged_tokens(prompt_tokens)
         share = TAIL_RATIO * sum(tier.ratio for tier in config.resolved_tiers) if config.drops else 1
-        in_arena = config.delay * config.chunk_size - config.recent_tokens if config.streaming else judged
-        return max(0, min(config.tail_tokens, in_arena, int(share * judged)))
+        in_prefill_buffer = (
+            config.delay * config.chunk_size - config.recent_tokens if config.streaming else judged
+        )
+        return max(0, min(config.tail_tokens, in_prefill_buffer, int(share * judged)))
 
     def chunk_scale(self, prompt_tokens: int) -> float:
         """Return what part of the tiers' ratios is left for a prompt's chunks, so that with the tail they are met."""
@@ -177,7 +179,7 @@ class CompressedLayout:
         return (self._judged_tokens(prompt_tokens) - tail) / judged if judged > 0 else 1.0
 
     def _judged_tokens(self, prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that are neither sinks nor, as far as the arena holds it, recent window."""
+        """Return the tokens of a prompt that are neither sinks nor, as far as the buffer holds it, recent window."""
         config = self.config
         recent = config.recent_tokens
         if config.streaming:
@@ -186,8 +188,8 @@ class CompressedLayout:
 
     def fills_pages(self, prompt_tokens: int) -> bool:
         """Whether at a prompt's end those tokens are dropped that fill no page: few of a long one, but dear."""
-        quantised = self.tiers[-1] != self.whole
-        return quantised and self.config.drops and prompt_tokens >= LONG_PROMPT_TOKENS
+        quantized = self.tiers[-1] != self.whole
+        return quantized and self.config.drops and prompt_tokens >= LONG_PROMPT_TOKENS
 
     def _whole_lane_pages(self, prompt_tokens: int, new_tokens: int) -> int:
         """Return the most pages of a lane that hold sinks, pending and recent tokens."""
@@ -213,5 +215,5 @@ class CompressedLayout:
         num_chunks = -(-prompt_tokens // min(config.chunk_size, TIER_PAGE_TOKENS)) + 1
         return num_chunks * apart
 
-    def _frames(self, num_pages: int, page_format: PageFormat) -> int:
+    def _blocks(self, num_pages: int, page_format: PageFormat) -> int:
         return -(-num_pages // (self.page_bytes // page_format.page_bytes))

@@ -1,4 +1,4 @@
-"""What a compressed sequence will hold, in frames, as it goes: the expectation beside `CompressedLayout`'s upper bound.
+"""What a compressed sequence will hold, in blocks, as it goes: the expectation beside `CompressedLayout`'s upper bound.
 
 Pure arithmetic. Admission asks for the bound, a forecast for this. It takes a tier's tokens to be shared out so that
 what a lane has beyond full pages is anything from none to all but one of a page's tokens, each as likely.
@@ -21,7 +21,7 @@ def expected_pages(
     shared_tokens: int = 0,
     streamed_tokens: int = 0,
 ) -> int:
-    """Return the frames that a sequence holds, shared ones left out, once so many of its tokens are computed.
+    """Return the blocks that a sequence holds, shared ones left out, once so many of its tokens are computed.
 
     Args:
         prompt_tokens: of the prompt as it is kept: of a streamed one, those of the longest that the context holds; None
@@ -54,17 +54,17 @@ def expected_pages(
         [tier.ratio * _judged_in_prefill(layout, shared_tokens) for tier in config.resolved_tiers],
         [_REST_TOKENS] * len(full),
     )[0]
-    frames = 0
+    blocks = 0
     for pages, held, page_format in zip(full, shared, layout.tiers, strict=True):
         if page_format == layout.whole:
             whole += pages
         else:
-            frames += _frames(layout, max(0.0, pages - held), page_format)
-    return frames + _frames(layout, whole, layout.whole)
+            blocks += _blocks(layout, max(0.0, pages - held), page_format)
+    return blocks + _blocks(layout, whole, layout.whole)
 
 
 def _judged_in_prefill(layout: CompressedLayout, computed_tokens: int) -> float:
-    """Return the tokens that have left the arena before the prompt's end, sinks left out."""
+    """Return the tokens that have left the prefill buffer before the prompt's end, sinks left out."""
     config = layout.config
     num_chunks = computed_tokens // config.chunk_size - config.delay if config.streaming else 0
     return max(0, num_chunks * config.chunk_size - config.warmup_tokens)
@@ -117,5 +117,5 @@ def _pages(
     return full, whole
 
 
-def _frames(layout: CompressedLayout, lane_pages: float, page_format: PageFormat) -> int:
+def _blocks(layout: CompressedLayout, lane_pages: float, page_format: PageFormat) -> int:
     return ceil(lane_pages * layout.num_lanes / (layout.page_bytes // page_format.page_bytes))

@@ -2,7 +2,7 @@
 
 The one description that packing, kernels, pool and planner share. Pure integers, no torch.
 
-A quantised page, all little endian, one section after the other:
+A quantized page, all little endian, one section after the other:
 
     key codes      row-major [T, D], `key_bits` each
     key scales     D float16       k ≈ minimum + scale × code, per channel over the page
@@ -69,10 +69,10 @@ class PageFormat:
             )
         if self.key_bits == WHOLE_BITS and self.value_bits != WHOLE_BITS:
             raise ValueError(
-                f"a page is whole or quantised: 16-bit keys cannot go with {self.value_bits}-bit values"
+                f"a page is whole or quantized: 16-bit keys cannot go with {self.value_bits}-bit values"
             )
         if self.whole and self.two_axis:
-            raise ValueError("two_axis is a way of quantising; whole pages have no factors")
+            raise ValueError("two_axis is a way of quantizing; whole pages have no factors")
         if self.page_tokens < 16 or self.page_tokens % 16:
             raise ValueError(f"page_tokens must be a positive multiple of 16, not {self.page_tokens}")
         if self.head_dim < 8 or self.head_dim % 8:

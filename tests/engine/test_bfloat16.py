@@ -13,7 +13,7 @@ from tests.kvcache.kernel_builds import built, needs_compiler
 
 CACHES = {
     "whole pages": KVCacheConfig(),
-    "arena and pages": KVCacheConfig("sparse", chunk_size=64, recent_tokens=32),
+    "prefill buffer and pages": KVCacheConfig("sparse", chunk_size=64, recent_tokens=32),
     "8-bit pages": KVCacheConfig("sparse+quant", tiers=(Tier(1, 8, 8),), chunk_size=64, recent_tokens=32),
 }
 

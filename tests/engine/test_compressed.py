@@ -40,7 +40,7 @@ def make_llm(model, cache: KVCacheConfig, **changes) -> LLM:
     changes = {"prompt_lookup": False} | changes  # how many steps a row takes would depend on time
     llm = LLM(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
     if cache.compresses:
-        llm.cache.frames.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
+        llm.cache.blocks.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
     return llm
 
 
@@ -111,14 +111,14 @@ def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model,
 
 
 def pages_after_prefill(llm: LLM, requests: list[Request]) -> dict[int, torch.Tensor]:
-    """Return the bytes of each request's quantised pages when its prompt ends."""
+    """Return the bytes of each request's quantized pages when its prompt ends."""
     found, original = {}, llm.runner.execute
 
     def execute(plan):
         out = original(plan)
         for sequence in llm.scheduler.running:
             cache = sequence.cache
-            if cache and not cache.arena and sequence.request.request_id not in found:
+            if cache and not cache.prefill_buffer and sequence.request.request_id not in found:
                 pages = [
                     cache.store.pool.read(tier.addresses[tier.addresses >= 0], tier.format.page_bytes)
                     for tier in cache.tiers
@@ -167,7 +167,7 @@ def test_memory_is_given_back_and_reported_as_it_is(model):
         def execute(plan, original=original, llm=llm, used=used):
             out = original(plan)
             cache = llm.scheduler.running[0].cache
-            assert llm.cache.frames.used_bytes == cache.own_bytes == cache.kept_bytes
+            assert llm.cache.blocks.used_bytes == cache.own_bytes == cache.kept_bytes
             used.append(cache.own_bytes)
             return out
 
@@ -304,7 +304,7 @@ def test_rows_with_prefixes_of_their_own_fit_a_tight_pool(model):
 
     def watched(plan):
         out = execute(plan)
-        assert llm.cache.frames.num_used <= llm.cache.frames.num_reserved
+        assert llm.cache.blocks.num_used <= llm.cache.blocks.num_reserved
         return out
 
     llm.runner.execute = watched

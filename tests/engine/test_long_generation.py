@@ -17,9 +17,9 @@ from tests.engine.test_llm import GREEDY, prompts, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-QUANTISED = KVCacheConfig("sparse+quant", keep_ratio=0.3, quant_bits=4, chunk_size=64, recent_tokens=32)
+QUANTIZED = KVCacheConfig("sparse+quant", keep_ratio=0.3, quant_bits=4, chunk_size=64, recent_tokens=32)
 WHOLE = KVCacheConfig("sparse", keep_ratio=0.3, chunk_size=64, recent_tokens=32)
-TIERED = replace(QUANTISED, tiers=(Tier(0.2, 4, 4), Tier(0.2, 3, 2)))
+TIERED = replace(QUANTIZED, tiers=(Tier(0.2, 4, 4), Tier(0.2, 3, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +46,21 @@ def pages(cache) -> list[int]:
     return [int((tier.addresses >= 0).sum()) for tier in cache.tiers]
 
 
-@pytest.mark.parametrize(("policy", "count"), [(QUANTISED, 2000), (WHOLE, 600)])
-def test_a_long_generation_holds_a_constant_number_of_frames(model, policy, count):
+@pytest.mark.parametrize(("policy", "count"), [(QUANTIZED, 2000), (WHOLE, 600)])
+def test_a_long_generation_holds_a_constant_number_of_blocks(model, policy, count):
     llm = make_llm(model, policy)
     request = Request(0, prompts((700,))[0], replace(GREEDY, max_new_tokens=count))
     held = []
 
     def look(plan):
         if plan.decodes:
-            held.append((llm.cache.frames.num_used, pages(plan.decodes[0].cache)))
+            held.append((llm.cache.blocks.num_used, pages(plan.decodes[0].cache)))
 
     after_each_step(llm, look)
     (result,) = run(llm, [request])
     assert result.finish_reason == "length" and result.completion_tokens == count
     first, later = held[0], held[300:]
-    assert all(frames == later[0][0] for frames, _ in later)
+    assert all(blocks == later[0][0] for blocks, _ in later)
     lanes = llm.budget.layout.num_lanes
     most = 4 * lanes if policy is WHOLE else lanes  # 64 tokens for each lane that had none
     assert all(now <= before + most for now, before in zip(later[-1][1], first[1], strict=True))
@@ -97,7 +97,7 @@ def test_a_row_makes_the_same_room_alone_and_in_a_batch(model, policy):
 
 
 def test_what_keeps_every_token_keeps_it_in_decode_too(model):
-    policy = replace(QUANTISED, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2)))
+    policy = replace(QUANTIZED, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2)))
     llm = make_llm(model, policy)
     held = []
 

@@ -14,7 +14,7 @@ from engine.monitoring import MAX_SAMPLES, Monitor
 from engine.scheduler import StepPlan
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import PageTable
-from kvcache.pages.block_pool import pages_per_frame
+from kvcache.pages.block_pool import pages_per_block
 from kvcache.sequence.compressed import CompressedCache
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts, run
@@ -49,21 +49,28 @@ def test_samples_are_what_the_pool_held_after_each_step(model, cache):
         counts = (plan.num_tokens, prefilling, len(llm.scheduler.running) - prefilling)
         out = original(plan)
         if cache.compresses:
-            frames, caches = llm.cache.frames, [s.cache for s in llm.scheduler.running]
+            blocks, caches = llm.cache.blocks, [s.cache for s in llm.scheduler.running]
             used = sum(c.own_bytes for c in caches)
-            reserved = sum(c.store.num_reserved for c in caches) * frames.frame_bytes
-            arenas = sum(c.arena is not None for c in caches)
+            reserved = sum(c.store.num_reserved for c in caches) * blocks.block_bytes
+            prefill_buffers = sum(c.prefill_buffer is not None for c in caches)
         else:
             used = reserved = sum(s.cache.own_bytes for s in llm.scheduler.running)
-            arenas = 0
-        expected.append((*counts, arenas, used, reserved))
+            prefill_buffers = 0
+        expected.append((*counts, prefill_buffers, used, reserved))
         return out
 
     llm.runner.execute = execute
     run(llm, requests())
     samples, stats = llm.monitor.samples, llm.stats()
     assert (llm.monitor.lanes is not None) == cache.compresses
-    fields = ("num_tokens", "num_prefills", "num_decodes", "num_arenas", "kv_used_bytes", "kv_reserved_bytes")
+    fields = (
+        "num_tokens",
+        "num_prefills",
+        "num_decodes",
+        "num_prefill_buffers",
+        "kv_used_bytes",
+        "kv_reserved_bytes",
+    )
     assert [tuple(getattr(sample, name) for name in fields) for sample in samples] == expected
     assert [sample.step for sample in samples] == list(range(1, stats.num_steps + 1))
     assert max(sample.kv_used_bytes for sample in samples) == stats.kv_peak_bytes
@@ -85,7 +92,7 @@ def test_lanes_keep_what_their_page_lists_hold(model, shared, monkeypatch):
     free = CompressedCache.free
 
     def counted_free(cache):
-        if cache.arena is None:  # not the prefix
+        if cache.prefill_buffer is None:  # not the prefix
             kept.add_(PageTable.of(cache.store.pool.slab, [cache.page_lists]).tokens[0])
             seen.append(cache.num_tokens)
             pages = Counter()
@@ -97,15 +104,15 @@ def test_lanes_keep_what_their_page_lists_hold(model, shared, monkeypatch):
             num_bytes["rows"] += cache.kept_bytes
             if (
                 not shared
-            ):  # a row's bytes are frames: besides its pages, the free ones and what no page fits into
-                frame_bytes, frames = cache.store.pool.frame_bytes, 0
+            ):  # a row's bytes are blocks: besides its pages, the free ones and what no page fits into
+                block_bytes, blocks = cache.store.pool.block_bytes, 0
                 for page_format, addresses in cache.store._free.items():
                     count, rest = divmod(
-                        pages[page_format] + len(addresses), pages_per_frame(frame_bytes, page_format)
+                        pages[page_format] + len(addresses), pages_per_block(block_bytes, page_format)
                     )
                     assert not rest
-                    frames += count
-                assert frames * frame_bytes == cache.kept_bytes
+                    blocks += count
+                assert blocks * block_bytes == cache.kept_bytes
         free(cache)
 
     monkeypatch.setattr(CompressedCache, "free", counted_free)
@@ -124,7 +131,9 @@ def test_lanes_keep_what_their_page_lists_hold(model, shared, monkeypatch):
 @pytest.mark.parametrize("num_steps", [1, MAX_SAMPLES, MAX_SAMPLES + 1, 5 * MAX_SAMPLES])
 def test_a_long_run_keeps_the_fullest_step_of_each_span(num_steps):
     chance = random.Random(7)
-    cache = SimpleNamespace(num_arenas=0, num_blocks=100, num_available=40, used_bytes=0, peak_bytes=0)
+    cache = SimpleNamespace(
+        num_prefill_buffers=0, num_blocks=100, num_available=40, used_bytes=0, peak_bytes=0
+    )
     monitor = Monitor(cache, 10)
     held = []
     for _ in range(num_steps):
@@ -145,7 +154,7 @@ def test_a_long_run_keeps_the_fullest_step_of_each_span(num_steps):
 
 
 def test_a_peak_between_two_steps_is_not_lost():
-    cache = SimpleNamespace(num_arenas=0, num_blocks=9, num_available=9, used_bytes=5, peak_bytes=5)
+    cache = SimpleNamespace(num_prefill_buffers=0, num_blocks=9, num_available=9, used_bytes=5, peak_bytes=5)
     monitor = Monitor(cache, 1)
     for cache.used_bytes, cache.peak_bytes in ((5, 5), (3, 8), (4, 8)):
         monitor.note_step(StepPlan((), ()), 0, 1.0)

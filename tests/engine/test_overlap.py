@@ -90,7 +90,9 @@ def test_a_chunk_is_judged_by_the_scores_it_had_when_it_was_handed_over(model, r
     tokens(make_llm(model, OVERLAPPED), requests[1:2])
     assert len(judged) == len(later) == 900 // 64 - 1
     assert all(map(torch.equal, judged, at_hand_over))
-    assert not any(map(torch.equal, later, at_hand_over)), "the next chunk changes the scores in the arena"
+    assert not any(map(torch.equal, later, at_hand_over)), (
+        "the next chunk changes the scores in the prefill buffer"
+    )
 
 
 @pytest.mark.parametrize("last", [3, 4])
@@ -141,7 +143,7 @@ def test_the_background_takes_one_core_and_no_other_threads_number_changes():
     assert seen == [2, 1, 2]
 
 
-def test_it_is_on_where_asked_for_and_on_a_gpu_and_takes_a_chunk_more_of_arena(model):
+def test_it_is_on_where_asked_for_and_on_a_gpu_and_takes_a_chunk_more_of_prefill_buffer(model):
     def config(wanted: bool | None, **policy) -> EngineConfig:
         cache = replace(LOSSY, overlap=wanted, **policy)
         return EngineConfig(60_000_000, cache=cache, step_tokens=64)
@@ -150,7 +152,7 @@ def test_it_is_on_where_asked_for_and_on_a_gpu_and_takes_a_chunk_more_of_arena(m
         return divide_budget(model.config, config(wanted, **policy), 4)
 
     off, on = budget(False), budget(True)
-    assert on.arena_tokens == off.arena_tokens + 64
+    assert on.prefill_buffer_tokens == off.prefill_buffer_tokens + 64
     assert on.capacity_pages < off.capacity_pages
     assert not budget(None).overlaps_compression
     assert overlaps_compression(config(None).cache, "cuda:0")

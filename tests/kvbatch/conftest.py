@@ -106,8 +106,8 @@ def ran(job_file, monkeypatch):
     from tests.kvbatch.streams import code_with, make_stream, opened
 
     assert planning.opened_job  # its own: a plan needs the model's tokenizer
-    monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Backwards())
-    monkeypatch.setattr("kvbatch.run.entry.opened_job", opened)
+    monkeypatch.setattr("kvbatch.run.entry.load_llm", lambda *_: Backwards())
+    monkeypatch.setattr("kvbatch.opened_job.opened_job", opened)
     row = {"row_id": "0", "policy": "job", "error": None, "nll_delta": 0.0, "kl": 0.0, "top1_agreement": 1.0}
     row["kv_kept_ratio"] = 0.5
     monkeypatch.setattr("kvbatch.estimate.quality.QualitySample.__init__", lambda *_: None)

@@ -1,4 +1,4 @@
-"""No error that a row can meet carries document text to a log, a terminal or the page."""
+"""No error that a row can meet reuses document text to a log, a terminal or the page."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def said(monkeypatch, caplog):
     """Run a command; return its exit code and all that it said: terminal, log, page."""
 
     def invoke(*arguments, fail=()):
-        monkeypatch.setattr("kvbatch.run.entry._load_llm", lambda *_: Quoting(fail))
+        monkeypatch.setattr("kvbatch.run.entry.load_llm", lambda *_: Quoting(fail))
         done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
         texts = [done.stdout, done.stderr, caplog.text, repr(done.exception)]
         if Path("runs/test/latest").exists():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvcache.kernels.page_table import PageTable
-from kvcache.quantize.pages import quantise_pages
+from kvcache.quantize.pages import quantize_pages
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 BITS = [(16, 16), (8, 8), (8, 4), (4, 4), (4, 2), (3, 3), (3, 2)]
@@ -55,7 +55,7 @@ def make_table(sequences: list[list[tuple[PageFormat, int]]], num_lanes: int, se
                 rows = torch.randn(
                     2, 1, page_format.page_tokens, page_format.head_dim, generator=generator
                 ).mul_(2)
-                page = quantise_pages(*rows, page_format)[0]
+                page = quantize_pages(*rows, page_format)[0]
                 poison(page, int(counts[index]), page_format)
                 gap = torch.full((UNIT_BYTES,), NAN_BYTE, dtype=torch.uint8)
                 chunks += [gap, page]

@@ -116,8 +116,8 @@ def _plots(summary: dict[str, Any], figures: dict[str, Any]) -> str:
         drawn.append(_figure("Throughput over time", plots.draw_throughput(timeline), note))
         note = "reserved: of the rows that were running, up to their longest answer"
         pool = summary.get("kv_pool_bytes")
-        if pool and (arena_bytes := summary["kv_allocated_bytes"] - pool):
-            note += f"; beside the pool {format_bytes(arena_bytes)} of arenas"
+        if pool and (prefill_buffer_bytes := summary["kv_allocated_bytes"] - pool):
+            note += f"; beside the pool {format_bytes(prefill_buffer_bytes)} of prefill buffers"
         drawn.append(_figure("KV bytes over time", plots.draw_kv_bytes(timeline, pool), note))
     if lengths := figures["lengths"]:
         note = "below: the rows of each bin, which are in memory together"

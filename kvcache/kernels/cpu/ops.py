@@ -1,4 +1,4 @@
-"""The C++ kernels as functions of torch tensors, like their twins in `kvcache.kernels.reference`.
+"""The C++ kernels as functions of torch tensors, like their references in `kvcache.kernels.reference`.
 
 Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be called where `build.library()`
 is there.
@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kvcache.kernels import reference as torch_twin
+from kvcache.kernels import reference
 from kvcache.kernels.cpu import build
 from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.kernels.page_tokens import PageRows
@@ -19,8 +19,8 @@ from kvcache.sizes.page_format import PageFormat
 
 _DECODE, _QUERIES = "liif", "pilliiif"  # what `_shape` and `_queries` return
 _SIGNATURES = {
-    "kvb_quantise": "pilpppillppipppplli",
-    "kvb_dequantise": "ppppppp" + "liippi",
+    "kvb_quantize": "pilpppillppipppplli",
+    "kvb_dequantize": "ppppppp" + "liippi",
     "kvb_decode_mixed": "ppippppp" + _DECODE + "ppppi",
     "kvb_decode_pool": "ppiipp" + _DECODE + "ppppi",
     "kvb_prefill_pool": "ppiiplpi" + _QUERIES + "ppii",
@@ -41,16 +41,16 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return build.declare(found, _SIGNATURES)
 
 
-def quantise(
+def quantize(
     rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
     num_threads: int = 1,
 ) -> Tensor:  # [P, page_bytes] uint8
-    """See `torch_twin.quantise`; whole pages and those with row factors, which no preset has, are left to torch."""
+    """See `reference.quantize`; whole pages and those with row factors, which no preset has, are left to torch."""
     if page_format.whole or page_format.two_axis:
-        return torch_twin.quantise(rows, page_format, compensation)
+        return reference.quantize(rows, page_format, compensation)
     (num_pages, size), (num_lanes, num_tokens, dim) = rows.index.shape, rows.keys.shape
     assert (size, dim) == (page_format.page_tokens, page_format.head_dim) and dim % 16 == 0
     _check(rows.index, (torch.int64,))
@@ -76,7 +76,7 @@ def quantise(
             _check(table, (torch.float32,))
             assert table.shape[1:] == (dim, dim) and last < len(table)
     pages = torch.empty(num_pages, page_format.page_bytes, dtype=torch.uint8)
-    library().kvb_quantise(
+    library().kvb_quantize(
         _formats((page_format,)),
         dim,
         num_pages,
@@ -94,14 +94,14 @@ def quantise(
     return pages
 
 
-def dequantise(
+def dequantize(
     table: PageTable,
     dtype: torch.dtype = torch.float32,
     *,
     out: tuple[Tensor, Tensor] | None = None,  # [at least the tokens, D] each
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_twin.dequantise`; float32 or bfloat16."""
+    """See `reference.dequantize`; float32 or bfloat16."""
     dim, num_tokens = table.formats[0].head_dim, int(table.tokens.sum())
     if out is None:
         out = tuple(torch.empty(num_tokens, dim, dtype=dtype) for _ in range(2))
@@ -110,7 +110,7 @@ def dequantise(
     for room in (keys, values):
         _check(room, (dtype,))
         assert dtype in (torch.float32, torch.bfloat16) and room.shape == (num_tokens, dim)
-    library().kvb_dequantise(
+    library().kvb_dequantize(
         *_table(table),
         table.first.numel(),
         dim,
@@ -130,7 +130,7 @@ def decode_attention(
     want_largest: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.decode_attention`."""
+    """See `reference.decode_attention`."""
     assert q.shape[2] == table.formats[0].head_dim and len(q) == len(table.first)
     rows, out, lse = _rows(q, table.first.numel())
     largest = torch.empty(int(table.tokens.sum())) if want_largest else None
@@ -157,7 +157,7 @@ def decode_attention_pool(
     want_largest: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.decode_attention_pool`; slabs in float32 or bfloat16."""
+    """See `reference.decode_attention_pool`; slabs in float32 or bfloat16."""
     _check(keys, (torch.float32, torch.bfloat16))
     _check(values, (keys.dtype,))
     lengths, size = tables.lengths, keys.shape[1]
@@ -180,7 +180,7 @@ def decode_attention_pool(
 
 
 def write_rows(slab: Tensor, places: Tensor, rows: Tensor, *, num_threads: int = 1) -> None:
-    """See `torch_twin.write_rows`; float32 and bfloat16, heads of a multiple of 8."""
+    """See `reference.write_rows`; float32 and bfloat16, heads of a multiple of 8."""
     num_tokens, num_lanes, dim = rows.shape
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     for tensor in (slab, rows):
@@ -215,7 +215,7 @@ def prefill_attention_pool(
     rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_twin.prefill_attention_pool`; queries and slabs in float32 or bfloat16.
+    """See `reference.prefill_attention_pool`; queries and slabs in float32 or bfloat16.
 
     With bfloat16 queries, a CPU that multiplies bfloat16 natively rounds keys, values and weights to it. Otherwise, if
     it `rounds`, a CPU that multiplies integers faster than floats rounds queries and keys to 16 bits, weights and
@@ -262,11 +262,11 @@ def prefill_attention(
     rounds: bool = False,
     num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `torch_twin.prefill_attention`; queries, keys and values in float32 or bfloat16.
+    """See `reference.prefill_attention`; queries, keys and values in float32 or bfloat16.
 
     They are rounded as in `prefill_attention_pool`; packed values not further, and their weights to 15 bits.
     """
-    num_lanes, num_arena, dim = keys.shape
+    num_lanes, num_prefill_buffer, dim = keys.shape
     assert (
         keys.shape == values.shape
         and keys.stride() == values.stride()
@@ -275,18 +275,18 @@ def prefill_attention(
     )
     assert keys.dtype == values.dtype and keys.dtype in (torch.float32, torch.bfloat16)
     assert keys.stride()[1:] == (dim, 1) and keys.device.type == values.device.type == "cpu"
-    assert len(q) <= num_arena and q.shape[1] % num_lanes == 0
+    assert len(q) <= num_prefill_buffer and q.shape[1] % num_lanes == 0
     assert table is None or (table.first.shape == (1, num_lanes) and table.formats[0].head_dim == dim)
     assert distance is None or distance >= 0
     rows, out, lse = _chunk(q, out)
-    largest = None if distance is None else torch.empty(num_lanes, num_arena)
+    largest = None if distance is None else torch.empty(num_lanes, num_prefill_buffer)
     library().kvb_prefill_mixed(
         *(_table(table) if table else [None] * 7),
         _pointer(keys),
         _pointer(values),
         keys.itemsize,
         keys.stride(0) * keys.itemsize,
-        num_arena,
+        num_prefill_buffer,
         num_lanes,
         *_queries(rows, num_lanes, scale),
         *map(_pointer, (out, lse)),

@@ -138,7 +138,7 @@ struct PoolPages {
 };
 
 // Every page's rows as floats, the items' one behind the other.
-struct Dequantise {
+struct Dequantize {
   const MixedPages& pages;
   int64_t items;
   int dim;
@@ -203,10 +203,10 @@ void kvb_decode_pool(const void* keys, const void* values, int element_bytes, in
   decode.execute(threads);
 }
 
-void kvb_dequantise(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
+void kvb_dequantize(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
                     const int32_t* counts, const int64_t* first, const int64_t* length, int64_t items, int dim,
                     int bf16, void* keys, void* values, int threads) {
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
-  Dequantise{pages, items, dim, bf16 != 0, keys, values, {}}.execute(threads);
+  Dequantize{pages, items, dim, bf16 != 0, keys, values, {}}.execute(threads);
 }
 }

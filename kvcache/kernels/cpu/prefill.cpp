@@ -95,21 +95,21 @@ void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_by
   execute(queries, lanes, nullptr, threads);
 }
 
-// Pages of any format, whose addresses may be null, then an arena [KVH, N, D], lanes `lane_bytes` apart.
+// Pages of any format, whose addresses may be null, then a prefill buffer [KVH, N, D], lanes `lane_bytes` apart.
 void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
                        const int32_t* counts, const int64_t* first, const int64_t* length, const uint8_t* keys,
-                       const uint8_t* values, int element_bytes, int64_t lane_bytes, int arena_slots, int kv_heads,
+                       const uint8_t* values, int element_bytes, int64_t lane_bytes, int prefill_buffer_slots, int kv_heads,
                        const void* q, int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group,
                        int dim, float scale, void* out, float* lse, int64_t distance, float* largest, int rounds,
                        int threads) {
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
-  const Format format = whole(element_bytes, arena_slots);
+  const Format format = whole(element_bytes, prefill_buffer_slots);
   std::vector<Lane> lanes(kv_heads);
   for (int h = 0; h < kv_heads; h++) {
     for (int64_t i = 0; addresses && i < pages.num_pages(h); i++)
       if (pages.count(h, i)) lanes[h].add(pages.page(h, i));
-    lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, arena_slots});
-    if (largest) lanes[h].num_judged = arena_slots;
+    lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, prefill_buffer_slots});
+    if (largest) lanes[h].num_judged = prefill_buffer_slots;
   }
   const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
                            group, dim,         scale,        out,         lse,    distance, rounds != 0};

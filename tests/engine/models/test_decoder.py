@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError, UnsupportedModelError
-from engine.kernels import reference as torch_twin
+from engine.kernels import reference as reference_kernels
 from engine.kernels import registry
-from engine.kernels.registry import layer_kernels
 from engine.models import ModelConfig, load_model
+from engine.models.decoder import kernels_of
 from kvcache.quantize.pages import rotation
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
@@ -136,7 +136,7 @@ def test_bf16_weights_of_a_float32_model_are_kept_as_they_are(tmp_path: Path, is
     for out, again in zip(outs[:2] * 2, outs[2:], strict=True):
         assert all(map(torch.equal, out, again))
     torch.testing.assert_close(outs[0][1], expected, rtol=1e-4, atol=1e-4)
-    is_packed = layer_kernels(decoder.config, decoder.device).float_panel()
+    is_packed = kernels_of(decoder.config, decoder.device).float_panel()
     assert sizes[:2] == sizes[2:4] == [sizes[0]] * 2  # a stack of both is float32
     assert sizes[4] < 0.7 * sizes[0] if is_packed else sizes[4] == sizes[0]
     assert sizes[4] < sizes[5] < sizes[0] if is_packed else sizes[5] == sizes[0]  # rotated ones are float32
@@ -181,7 +181,7 @@ def test_int8_weights_are_close_and_small(
     hidden = decoder.forward(token_ids, token_ids, dense_attend)
     assert (decoder.logits(hidden) - expected).norm() < 0.1 * expected.norm()
     assert decoder.weight_bytes < load_model(tmp_path, dtype=dtype).weight_bytes
-    decoder._kernels = torch_twin  # the same weights without a compiler
+    decoder._kernels = reference_kernels  # the same weights without a compiler
     again = decoder.forward(token_ids, token_ids, dense_attend)
     assert (again - hidden).float().norm() < 0.03 * hidden.float().norm()
 

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.kernels.registry import layer_kernels
 from engine.models import Decoder
+from engine.models.decoder import kernels_of
 
 CLASSES: dict[str, tuple[type, type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -58,7 +58,7 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
 def holds_once(decoder: Decoder, model: PreTrainedModel) -> bool:
     """Tell whether the decoder holds the model's float32 weights once, but for what fills up the kernels' panels."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    panel = layer_kernels(decoder.config, decoder.device).float_panel()
+    panel = kernels_of(decoder.config, decoder.device).float_panel()
     row_bytes = sum(4 * parameter.shape[1] for parameter in model.parameters() if parameter.ndim == 2)
     return size <= decoder.weight_bytes <= size + panel * row_bytes
 
