@@ -191,7 +191,7 @@ def retry(
     overrides: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Do some rows of RUN again, in a new run that reuses the others over."""
+    """Generate some rows of RUN again, in a new run that reuses the others."""
     from kvbatch.run_dir.reuse import Reuse
 
     found = _opened(run_path)

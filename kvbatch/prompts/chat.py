@@ -19,6 +19,7 @@ from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
 from kvbatch.prompts.sampling import StopTokens
 from kvbatch.prompts.tokenizer import PieceTokenizer
 
+Prompts = "PromptBuilder | ChatPromptBuilder"
 NUM_FRAMES = 256  # that are kept: rows may differ in what they tell the template
 
 

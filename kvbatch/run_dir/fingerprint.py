@@ -101,6 +101,25 @@ def hash_files(
     return found
 
 
+class InputHashes:
+    """Hash a job's input files once, when the hashes are first needed."""
+
+    def __init__(self, files: Iterable[InputFile]):
+        self._files = tuple(files)
+        self._hashes: dict[str, str] | None = None
+
+    def hashes(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
+        """Return the SHA-256 of every file by its label; raises as `hash_files`.
+
+        Args:
+            manifest: of a run on the same files; what it knows of a file that did not change is not read again.
+        """
+        if self._hashes is None:
+            known = (manifest["input_files"], manifest["input_sha256"]) if manifest else ()
+            self._hashes = hash_files(self._files, *known)
+        return self._hashes
+
+
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Say what differs, one line a key, with the value of before and of now."""
     return [
