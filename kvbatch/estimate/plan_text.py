@@ -44,13 +44,15 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
     yield "KV kept", f"at most {format_bytes(summary.kv_bytes)}{ratio}"
     yield "KV peak", format_bytes(summary.predicted_kv_peak_bytes)
-    prefill_buffers = (
-        f" and {format_bytes(view.memory.budget.prefill_buffer_bytes)} of prefill buffers"
-        if view.memory.budget.prefill_buffer_bytes
-        else ""
+    buffers = view.memory.budget.prefill_buffer_bytes
+    more = f" and {format_bytes(buffers)} of prefill buffers" if buffers else ""
+    yield (
+        "budget",
+        f"{format_bytes(summary.pool_bytes)} of pool{more}, of {format_bytes(view.memory.budget_bytes)}",
     )
-    budget = format_bytes(view.memory.budget_bytes)
-    yield "memory", f"{format_bytes(summary.pool_bytes)} of pool{prefill_buffers}, of {budget}"
+    parts = view.memory.process_bytes(summary.pool_bytes)
+    named = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    yield "process", f"{format_bytes(sum(parts.values()))} in all: {named}"
     estimate = view.estimate
     if estimate:
         answers = f"{estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}"
@@ -70,6 +72,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "plan": str(view.run.path / "plan.parquet"),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory.budget_bytes,
+        "process_bytes": view.memory.process_bytes(summary.pool_bytes),
         "prefill_buffer_bytes": view.memory.budget.prefill_buffer_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],
         "seconds": seconds,
