@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvbatch.prompts.chat_template import ChatTemplate
     from kvbatch.prompts.long_document import LongDocuments
     from kvbatch.prompts.sampling import RowSampling
-    from kvbatch.prompts.structured_output import AnswerForm
+    from kvbatch.prompts.structured_output import AnswerForm, RowConstraint
     from kvbatch.run_dir.plan_file import PlanSummary
 
 
@@ -79,6 +79,11 @@ class OpenedJob:
                 "versions": self.described["versions"],
             },
         )
+
+    @property
+    def constraint(self) -> "Callable[[], RowConstraint] | None":
+        """What makes a row's constraint, if answers must have a form."""
+        return self.answers.constraint if self.answers else None
 
     def at(self, time: datetime) -> "OpenedJob":
         """Return the same job with prompts of another time."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
 from kvbatch.errors import InputError, JobFileError
@@ -129,8 +130,8 @@ def _known_tokens(opened: OpenedJob, plan: RunDirectory) -> dict[str, int]:
         return {}  # a row says more than its content: how long its answer may be
     if job.prompt.clean or any(
         piece.is_placeholder and piece.text == "id"
-        for text in (job.prompt.template, job.prompt.system or "")
-        for piece in parse_template(text)
+        for text in (job.prompt.template, job.prompt.system)
+        for piece in parse_template(text or "")
     ):
         return {}  # neither the id nor what cleaning removed is in a row's content or count
     if job.prompt.questions or job.long_document.part_tokens:
@@ -181,16 +182,17 @@ def _compare(other: OpenedJob, view: PlanView) -> PlanView:
 
 def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
     """Return the prompts' lengths in classes of equal, round width; the last one takes what is longer than most."""
-    tokens = pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])[
-        "prompt_tokens"
-    ].drop_nulls()
+    tokens = (
+        pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])["prompt_tokens"]
+        .drop_nulls()
+        .to_numpy()
+    )
     if not len(tokens):
         return []
     sizes = (step * 10**power for power in range(10) for step in (1, 2, 5))
-    most = tokens.quantile(_LONG_RATIO, "higher")
+    most, longest = np.quantile(tokens, _LONG_RATIO, method="higher"), int(np.max(tokens))
     width = next(size for size in sizes if most < size * _NUM_CLASSES)
-    classes = (tokens // width).clip(upper_bound=_NUM_CLASSES)
-    by_class, last = dict(classes.value_counts().rows()), classes.max()
-    starts = range(0, (last + 1) * width, width)
-    ends = [*starts[1:], max(starts[-1] + width, tokens.max() + 1)]
-    return [(start, end, by_class.get(start // width, 0)) for start, end in zip(starts, ends, strict=True)]
+    counts = np.bincount(np.minimum(tokens // width, _NUM_CLASSES)).tolist()
+    starts = range(0, len(counts) * width, width)
+    ends = [*starts[1:], max(starts[-1] + width, longest + 1)]
+    return list(zip(starts, ends, counts, strict=True))

@@ -95,9 +95,14 @@ def judge(rows: Iterable[Mapping[str, Any]], limits: QualityGuardSection) -> Ver
     )
 
 
-def guard_run(opened: "OpenedJob", memory: "MemoryPlan", run: RunDirectory, progress: Progress) -> Verdict:
+def guard_run(
+    opened: "OpenedJob",
+    memory: "MemoryPlan",
+    limits: QualityGuardSection,
+    run: RunDirectory,
+    progress: Progress,
+) -> Verdict:
     """Compare a job's cache with the full one, and write down what was found; raises as `QualitySample`."""
-    limits = opened.job.quality_guard
     rows = QualitySample(opened, memory, limits.sample, progress).compare({"job": opened.job.cache.policy})
     write_table(pa.Table.from_pylist(rows, SCHEMA), run.quality)
     return judge(rows, limits)

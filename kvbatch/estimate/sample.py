@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def sample_requests(opened: "OpenedJob", size: int) -> list[tuple[str, "Request"]]:
     """Return ids and requests of rows that run: those whose ids have the smallest hash, whatever their order."""
-    job, kept, prompts = opened.job, [], opened.long_documents()
+    job, prompts = opened.job, opened.long_documents()
+    kept: list[tuple[int, int, str, Request]] = []
     for number, document in enumerate(opened.corpus.documents()):
         if document.status != "ok":
             continue
@@ -41,5 +42,6 @@ def _request(
     row_id = str(document.row_id)
     sampling = opened.sampling.params(row_id, prompt.sampling)
     chosen = prompt.requests[choice % len(prompt.requests)]
-    constraint = opened.answers and opened.answers.constraint
-    return Request(0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), constraint)
+    return Request(
+        0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), opened.constraint
+    )

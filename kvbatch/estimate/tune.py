@@ -90,6 +90,6 @@ def plot(candidates: Sequence[Candidate], path: Path) -> None:
     points = [
         Point(c.name, c.verdict.kv_kept_ratio, c.verdict.kl, c.verdict.holds)
         for c in candidates
-        if c.verdict.kl is not None
+        if c.verdict.kl is not None and c.verdict.kv_kept_ratio is not None
     ]
     draw_frontier(points, path, full="full cache")

@@ -6,11 +6,11 @@ schedule: the run takes the plan's shards, and submits rows in its order.
 """
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from kvbatch.atomic_file import described_file, write_table
 from kvbatch.job_file.sections import Job
 from kvbatch.plan.row_memory import RowNeed, row_need
 from kvbatch.plan.unique_ids import UniqueIds
-from kvbatch.prompts.builder import Prompt
+from kvbatch.prompts.builder import Outcome, Prompt
 from kvbatch.prompts.long_document import LongDocuments
 from kvbatch.run_dir.plan_file import (
     BIN_SCHEMA,
@@ -35,6 +35,7 @@ from kvbatch.run_dir.plan_file import (
     plan_table,
 )
 from kvbatch.run_dir.row_hash import prompt_content, row_line
+from kvcache.sizes.compressed import CompressedLayout
 from kvcache.sizes.expected import expected_pages
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Planner:
         to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row.status == "ok"]
         unknown = []
         for row, document in to_judge:
-            count = self._known_tokens.get(row.content)
+            count = self._known_tokens.get(row.content or "")
             if count is None or count > self._prompts.max_prompt_tokens:
                 unknown.append((row, document))
             else:
@@ -162,7 +163,9 @@ class Planner:
                 if row.status == "ok" or row.error_code == "over_budget":
                     row.status = "ok"
                     part_tokens, reduce_tokens = row.part_tokens, row.reduce_tokens
-                    outcome = "truncated" if row.dropped_tokens else "split" if reduce_tokens else "fits"
+                    outcome: Outcome = (
+                        "truncated" if row.dropped_tokens else "split" if reduce_tokens else "fits"
+                    )
                     if max(part_tokens) > self._prompts.max_prompt_tokens:
                         outcome = "streamed"
                     prefix = self._prompts.prefix_tokens
@@ -199,15 +202,17 @@ class Planner:
             coefficients: see `engine.forecast.forecast`.
         """
         layout, prefix = self._budget.layout, None
-        compresses = layout is not layout.uncompressed
+        policy = layout.config if isinstance(layout, CompressedLayout) else None
         shapes = [
             self._prompts.shape(row.outcome, row.part_tokens, row.reduce_tokens, row.max_new_tokens)
             for row in rows
         ]
         if shared := max((shape.prefix_tokens for shape in shapes), default=0):
-            pages_after = partial(expected_pages, layout, None) if compresses else None
+            pages_after = (
+                partial(expected_pages, layout, None) if isinstance(layout, CompressedLayout) else None
+            )
             prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
-        most_tokens = inf if answer_tokens is None else answer_tokens
+        most_tokens = sys.maxsize if answer_tokens is None else answer_tokens
         requests = (
             request
             for shape in shapes
@@ -218,7 +223,7 @@ class Planner:
             replace(self._budget, capacity_pages=pool_pages),
             coefficients,
             prefix=prefix,
-            chunk_tokens=layout.config.chunk_size if compresses and layout.config.streaming else None,
+            chunk_tokens=policy.chunk_size if policy and policy.streaming else None,
             alone=self._job.engine.deterministic,
         )
 
@@ -336,7 +341,7 @@ class Planner:
 def _text_batches(
     rows: list[tuple[PlanRow, "Document"]],
 ) -> Iterator[list[tuple[PlanRow, "Document"]]]:
-    batch: list[tuple[dict[str, Any], Document]] = []
+    batch: list[tuple[PlanRow, Document]] = []
     chars = 0
     for row in rows:
         batch.append(row)

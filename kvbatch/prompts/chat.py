@@ -19,7 +19,6 @@ from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
 from kvbatch.prompts.sampling import StopTokens
 from kvbatch.prompts.tokenizer import PieceTokenizer
 
-Prompts = "PromptBuilder | ChatPromptBuilder"
 NUM_FRAMES = 256  # that are kept: rows may differ in what they tell the template
 
 
@@ -145,3 +144,6 @@ class ChatPromptBuilder:
         for index, part in zip(parts[1::2], parts[2::2], strict=True):
             frame += [int(index), self.tokens.markup(part)]
         return frame
+
+
+Prompts = PromptBuilder | ChatPromptBuilder

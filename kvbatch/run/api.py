@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -47,7 +47,7 @@ class FinishedRun:
         """Return all output rows, in input order."""
         import polars as pl
 
-        return pl.concat([pl.from_arrow(table) for table in self.tables()])
+        return pl.concat([cast("pl.DataFrame", pl.from_arrow(table)) for table in self.tables()])
 
 
 def run(

@@ -108,10 +108,8 @@ def run_job(
             memory = opened.plan_memory(known_bytes=known_bytes)
             return RunSession(opened, memory, progress, stopper, lock.check, make_llm or load_llm)
 
-        continues = earlier and can_continue(
-            earlier, job, opened.fingerprint, opened.inputs, insists=resume is not None
-        )
-        if continues:
+        insists = resume is not None
+        if earlier and can_continue(earlier, job, opened.fingerprint, opened.inputs, insists=insists):
             run = earlier
             running = session(_with_plan_of(run, opened), kept_budget_bytes(run, job))
             if not resume:
@@ -163,7 +161,12 @@ def _recorded(
         OutputError: The log cannot be opened.
     """
     log = RunLog(run.log, job.environment.hide)
-    progress.beat = lambda phase, **values: lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
+
+    def beat(phase: str, **values: Any) -> None:
+        if lock.is_held:
+            write_heartbeat(run.heartbeat, phase, **values)
+
+    progress.beat = beat
     try:
         yield log
     except BaseException as error:

@@ -91,13 +91,13 @@ class RowRequests:
 
     def _next_level(self, question: int) -> list[tuple[RequestKey, PromptRequest]]:
         """Put the answers to a question together, as many at once as there is room for."""
-        before = self._answers[question]
+        before = [answer for answer in self._answers[question] if answer is not None]  # all are there
         prompts = self._prompts.reduce(self._document, question, before)
         self._level[question] += 1
         # groups are taken in order, and a group of one is the last
         self._answers[question] = [None if prompt else before[-1] for prompt in prompts]
         return [
-            (RequestKey(self._row, self._level[question], part, question), *prompt.requests)
+            (RequestKey(self._row, self._level[question], part, question), prompt.requests[0])
             for part, prompt in enumerate(prompts)
             if prompt
         ]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.errors import InputError, KvbatchError, LimitExceeded, fault, is_fault
@@ -27,7 +28,7 @@ from kvbatch.signals import Stopper
 from kvbatch.text import counted, format_bytes
 
 if TYPE_CHECKING:
-    from engine import LLM, EngineConfig, EngineStats
+    from engine import LLM, EngineConfig
     from kvbatch.model.handle import ModelHandle
     from kvbatch.plan.memory_plan import MemoryPlan
 
@@ -81,12 +82,13 @@ class RunSession:
     def run(self, run: RunDirectory, log: RunLog, prepared: Prepared, started_s: float) -> None:
         """Load the model and run what is left of a run that was prepared; raises as `run_job`."""
         plan, recovered = prepared.plan, prepared.recovered
-        llm = None
+        llm: LLM | None = None
+        files: dict[str, Any] = {}
         if recovered.num_left:
             self.progress.start("loading")
             llm = self.load(self.opened.model, prepared.memory.with_pool(plan.peak_pages))
             log.event("loaded", weight_bytes=self.opened.model.weight_bytes)
-            self.progress.live = lambda seconds: _describe(llm.stats(), seconds)
+            self.progress.live = partial(_describe, llm)
         self.progress.start("running", plan.num_rows)
         if not recovered.is_whole:
             ShardLoop(self, run, log, llm, recovered).run(plan)
@@ -100,7 +102,7 @@ class RunSession:
         measures = self._measures(prepared, llm, seconds) | {"continued_rows": recovered.num_finished}
         if not llm:  # nothing was computed; what was measured when it was stays
             measures |= {key: value for key, value in recovered.summary.items() if key in measures}
-            files = kept_stats(run, recovered.summary.get("files", {}), self.progress.note)
+            files |= kept_stats(run, recovered.summary.get("files", {}), self.progress.note)
         check_whole(run)
         summary = report.summarise(run, measures)
         problem = over_limits(self.opened.job.limits, summary)
@@ -142,7 +144,7 @@ class RunSession:
         if found is None:
             self.progress.start("judging")
             try:
-                verdict = guard_run(self.opened, self.memory, run, self.progress)
+                verdict = guard_run(self.opened, self.memory, guard, run, self.progress)
             except InputError as error:  # nothing that could have lost anything
                 self.progress.note(f"warning: quality_guard: {error}")
                 return self.memory
@@ -241,8 +243,9 @@ class RunSession:
         }
 
 
-def _describe(stats: "EngineStats", seconds: float) -> str:
+def _describe(llm: "LLM", seconds: float) -> str:
     """Say what an engine has done in so many seconds."""
+    stats = llm.stats()
     tokens = stats.computed_prompt_tokens + stats.completion_tokens
     return (
         f"{tokens / seconds:,.0f} tokens/s, step {stats.num_steps:,}, "

@@ -42,7 +42,7 @@ class OpenShard:
     documents: list["Document"]
     rows: Sequence[PlanRow]
     job_seed: int
-    common: Mapping[str, Any]
+    common: dict[str, Any]
     answers: "AnswerForm | None" = None
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
 

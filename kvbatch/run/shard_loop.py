@@ -76,7 +76,8 @@ class ShardLoop:
                 file.close()
 
     def _finish(self, request_result: Result, oom_steps: Sequence[str]) -> None:
-        key: RequestKey = request_result.request_id
+        key = request_result.request_id
+        assert isinstance(key, RequestKey)
         row = self._running[key.row]
         followers = row.take(key, request_result, oom_steps)
         self._followers += [self._request(*follower) for follower in followers]
@@ -168,7 +169,7 @@ class ShardLoop:
         places = {
             place: (row.reused_run, row.reused_index)
             for place, row in enumerate(shard.rows)
-            if row.status == "reused"
+            if row.reused_run is not None and row.reused_index is not None
         }
         if places:
             shard.reuse(dict(zip(places, self._reused.copy(list(places.values())), strict=True)))
@@ -209,7 +210,7 @@ class ShardLoop:
             sampling,
             wanted.prefix_tokens,
             wanted.probe_ids,
-            self._opened.answers and self._opened.answers.constraint,
+            self._opened.constraint,
             wanted.streams,
         )
 

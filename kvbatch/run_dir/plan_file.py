@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,37 +22,36 @@ def _column(type_: pa.DataType) -> Any:
 
 @dataclass(slots=True)
 class PlanRow:
-    """One row of `plan.parquet`, filled column by column while it is planned; None where nothing is to be said.
+    """One row of `plan.parquet`, filled column by column while it is planned.
 
-    A reader that asks for some columns finds None in the others.
+    Types without None hold for rows that run: in others, what the plan cannot say is None. A reader that asks for some
+    columns finds None in the others.
     """
 
     index: int = _column(pa.int64())  # of all input rows, from 0
     file: str = _column(pa.string())
     row: int = _column(pa.int64())
     row_id: str = _column(pa.string())
-    sha1: str = _column(pa.string())
+    sha1: str | None = _column(pa.string())
     content: str | None = _column(pa.string())  # hash of all that the row puts into its prompt
     status: str = _column(pa.string())  # ok | reused | rejected | error
     error_code: str | None = _column(pa.string())
     error_message: str | None = _column(pa.string())
-    outcome: str | None = _column(
-        pa.string()
-    )  # fits | truncated | too_long | over_budget | …, null if rejected
-    prompt_tokens: int | None = _column(pa.int64())  # of all parts and questions
-    max_new_tokens: int | None = _column(pa.int64())
-    dropped_tokens: int | None = _column(pa.int64())
-    truncation_side: str | None = _column(pa.string())
+    outcome: str = _column(pa.string())  # fits | truncated | too_long | over_budget | …, null if rejected
+    prompt_tokens: int = _column(pa.int64())  # of all parts and questions
+    max_new_tokens: int = _column(pa.int64())
+    dropped_tokens: int = _column(pa.int64())
+    truncation_side: Literal["head", "middle", "tail"] | None = _column(pa.string())
     removed_chars: int | None = _column(pa.int64())
-    parts: int | None = _column(pa.int32())  # that the document is split into, each with a prompt of its own
+    parts: int = _column(pa.int32())  # that the document is split into, each with a prompt of its own
     # of the parts' prompts, without the questions if there are several
-    part_tokens: Sequence[int] | None = _column(pa.list_(pa.int64()))
-    reduce_tokens: int | None = _column(pa.int64())  # the most of a prompt over the parts' answers
+    part_tokens: Sequence[int] = _column(pa.list_(pa.int64()))
+    reduce_tokens: int = _column(pa.int64())  # the most of a prompt over the parts' answers
     shard: int = _column(pa.int32())
     bin: int | None = _column(pa.int32())
-    order: int | None = _column(pa.int32())  # of submission within the shard; null for rows that do not run
-    predicted_kv_bytes: int | None = _column(pa.int64())  # of all its requests that run at once
-    predicted_kv_full_bytes: int | None = _column(pa.int64())  # of the same requests in the full cache
+    order: int = _column(pa.int32())  # of submission within the shard; null for rows that do not run
+    predicted_kv_bytes: int = _column(pa.int64())  # of all its requests that run at once
+    predicted_kv_full_bytes: int = _column(pa.int64())  # of the same requests in the full cache
     reused_run: int | None = _column(pa.int32())  # which of the manifest's `reuse.runs` generated the row
     reused_index: int | None = _column(pa.int64())  # and its index there
 

@@ -171,7 +171,11 @@ def can_be_reused(run: RunDirectory) -> bool:
 
 
 def _places(rows: Iterable[PlanRow]) -> Iterable[Place]:
-    return ((row.reused_run, row.reused_index) for row in rows if row.reused_run is not None)
+    return (
+        (row.reused_run, row.reused_index)
+        for row in rows
+        if row.reused_run is not None and row.reused_index is not None
+    )
 
 
 def _key(row_id: str, content: str | None) -> tuple[int, int]:
