@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from kvcache.compress.lane_shares import STEPS, LaneShares
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
+from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
 from kvcache.user_cache import user_cache
 
 NUM_TOKENS = 1000
@@ -84,7 +85,9 @@ def _scores(model: Decoder, tokens: list[int]) -> Tensor:
     shape = (config.num_layers, config.num_kv_heads, len(twice), config.head_dim)
     keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
     scores = torch.zeros(config.num_layers, config.num_kv_heads, num_tokens)
-    kernels = cpu_kernels(config.head_dim)
+    # explicit keys alone are read: a page of them would be whole
+    whole = PageFormat(WHOLE_BITS, WHOLE_BITS, 16, config.head_dim, model.dtype.itemsize)
+    kernels = kernels_for(model.device, whole)
     # a chunk belongs to one reading
     starts = [*range(0, num_tokens, _CHUNK_TOKENS), *range(num_tokens, len(twice), _CHUNK_TOKENS)]
     for start, end in zip(starts, [*starts[1:], len(twice)], strict=True):

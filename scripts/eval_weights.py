@@ -18,13 +18,15 @@ from engine.models import Decoder, load_model
 from engine.models.basis import PLAIN, ROTATED
 from kvbatch.model.handle import resolve_dtype
 from kvbatch.model.source import resolve_model
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
+from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
 
 
 @torch.inference_mode()
 def negative_log_likelihood(model: Decoder, tokens: Tensor) -> float:
     """Return the sum over a window's tokens but the first, in nats."""
-    kernels, scale = cpu_kernels(model.config.head_dim), model.config.head_dim**-0.5
+    page = PageFormat(WHOLE_BITS, WHOLE_BITS, 16, model.config.head_dim, model.dtype.itemsize)
+    kernels, scale = kernels_for(model.device, page), model.config.head_dim**-0.5
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()

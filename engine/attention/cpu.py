@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import Decode
 from kvcache.kernels.page_table import BlockTables
+from kvcache.kernels.protocol import PageKernels
 from kvcache.kernels.registry import compiled_kernels
 from kvcache.sequence.full import SequenceCache
 
@@ -22,7 +23,7 @@ class CPUAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.prefill`; compiled kernels read `k` and `v` from the pages instead."""
-        kernels = compiled_kernels(q.shape[2])
+        kernels = _compiled(cache)
         if kernels is None:
             return attend_apart(layer, q, k, v, cache)
         return kernels.prefill_attention_pool(
@@ -40,7 +41,7 @@ class CPUAttention:
         """See `AttentionBackend.open_decode`."""
         pool = caches[0].pool
         dim = pool.keys.shape[2]
-        kernels = compiled_kernels(dim)
+        kernels = _compiled(caches[0])
         if kernels is None:
             return lambda layer, q: _decode(layer, q, caches)
         lengths = torch.stack([cache.lengths for cache in caches]) + 1
@@ -57,6 +58,12 @@ class CPUAttention:
             )[:2]
 
         return decode
+
+
+def _compiled(cache: SequenceCache) -> PageKernels | None:
+    """Return the compiled kernels, if they read the pages of a cache."""
+    kernels = compiled_kernels("cpu")
+    return kernels if kernels and kernels.supports(cache.pool.layout.page_format) else None
 
 
 def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvcache.compress.allocation import EVICTED, assign_tiers
 from kvcache.compress.lane_shares import LaneShares
-from kvcache.kernels.page_tokens import PageRows
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.page_tokens import PageTokens
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.page_list import PageList
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.compressed import TIER_PAGE_TOKENS, CompressedLayout
@@ -119,7 +119,7 @@ class Compressor:
             return _whole_share(
                 lanes.repeat_interleave(keys.shape[1]), keys.flatten(0, 1), values.flatten(0, 1)
             )
-        rows = PageRows.of_pages(keys, values)
+        rows = PageTokens.of_pages(keys, values)
         pages = self._quantize(page_format, lanes, rows, None)
         return TierShare(lanes, pages, lanes[:0], rows.held_keys, rows.held_values)
 
@@ -150,7 +150,7 @@ class Compressor:
 
         lanes, num_pages = torch.arange(num_lanes), lengths // size
         full = torch.arange(len(order)) < (starts + num_pages * size).repeat_interleave(lengths)
-        rows = PageRows(keys, values, held_keys, held_values, order[full].view(-1, size))
+        rows = PageTokens(keys, values, held_keys, held_values, order[full].view(-1, size))
         page_lanes = lanes.repeat_interleave(num_pages)
         pages = self._quantize(page_format, page_lanes, rows, key_weights)
         return TierShare(
@@ -161,13 +161,13 @@ class Compressor:
         self,
         page_format: PageFormat,
         lanes: Tensor,  # [P]
-        rows: PageRows,
+        rows: PageTokens,
         key_weights: Tensor | None,
     ) -> Tensor:  # uint8 [P, page_bytes]
         compensation = (
             None if self.value_weights is None else Compensation(key_weights, self.value_weights, lanes)
         )
-        kernels = cpu_kernels(self.layout.head_dim)
+        kernels = kernels_for(rows.keys.device, page_format)
         return kernels.quantize(rows, page_format, compensation, num_threads=torch.get_num_threads())
 
 

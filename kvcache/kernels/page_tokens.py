@@ -9,7 +9,7 @@ from kvcache.kernels.wide_copy import in_words
 
 
 @dataclass(frozen=True)
-class PageRows:
+class PageTokens:
     """Name the tokens of pages: some of a chunk, and some held back in their lanes before.
 
     Attributes:
@@ -26,7 +26,7 @@ class PageRows:
     index: Tensor
 
     @classmethod
-    def of_pages(cls, keys: Tensor, values: Tensor) -> "PageRows":
+    def of_pages(cls, keys: Tensor, values: Tensor) -> "PageTokens":
         """Name all tokens `[P, T, D]` of pages that lie there whole."""
         index = torch.arange(keys.shape[0] * keys.shape[1]).view(keys.shape[:2])
         return cls(keys, values, keys[:0, 0], values[:0, 0], index)

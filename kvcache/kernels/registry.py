@@ -1,21 +1,29 @@
-"""Which kernels run: the compiled ones where they are, else their torch references."""
+"""Which kernels run: the compiled ones of a device where they support the pages, else the torch reference."""
 
-from types import ModuleType
+import torch
+
+from kvcache.kernels import reference
+from kvcache.kernels.protocol import PageKernels, supports_all
+from kvcache.sizes.page_format import PageFormat
 
 
-def compiled_kernels(head_dim: int) -> ModuleType | None:
-    """Return the compiled kernels, `kvcache.kernels.cpu.ops`, or None where there are none for this head size."""
-    from kvcache.kernels.cpu.build import library
+def kernels_for(device: torch.device | str, *formats: PageFormat) -> PageKernels:
+    """Return the kernels for pages of these formats.
 
-    if head_dim % 16 or library() is None:
+    A format that compiled kernels do not support runs in the reference, so a new format starts there alone.
+
+    Args:
+        device: where the pages lie.
+        formats: of all pages that one call reads.
+    """
+    compiled = compiled_kernels(device)
+    return compiled if compiled and supports_all(compiled, formats) else reference
+
+
+def compiled_kernels(device: torch.device | str) -> PageKernels | None:
+    """Return the compiled kernels of a device, or None where it has none."""
+    if torch.device(device).type != "cpu":
         return None
     from kvcache.kernels.cpu import ops
 
-    return ops
-
-
-def cpu_kernels(head_dim: int) -> ModuleType:
-    """Return the compiled kernels where they are, else `reference`, which has the same functions."""
-    from kvcache.kernels import reference
-
-    return compiled_kernels(head_dim) or reference
+    return ops if ops.library() else None

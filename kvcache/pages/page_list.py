@@ -7,7 +7,7 @@ pages at full precision only (`append_rows`); quantized pages come whole (`appen
 import torch
 from torch import Tensor
 
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.block_pool import PageStore
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
@@ -24,6 +24,7 @@ class PageList:
         self._store = store
         self._dtype = whole_dtype
         self.format = page_format
+        self._kernels = kernels_for(store.pool.slab.device, page_format)
         self.addresses = torch.full((num_lanes, 0), -1, dtype=torch.int64)
         self.lengths = torch.zeros(num_lanes, dtype=torch.int64)
 
@@ -72,7 +73,7 @@ class PageList:
     def write_rows(self, places: Tensor, rows: Tensor) -> None:
         """Write keys or values `[T, lanes, D]` to the places `[lanes, T]` that `open_slots` named."""
         slab = self._store.pool.slab.view(self._dtype)
-        cpu_kernels(self.format.head_dim).write_rows(slab, places, rows, num_threads=torch.get_num_threads())
+        self._kernels.write_rows(slab, places, rows, num_threads=torch.get_num_threads())
 
     def append_pages(self, lanes: Tensor, pages: Tensor) -> None:
         """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""

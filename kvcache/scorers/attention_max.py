@@ -7,23 +7,19 @@ nothing else wants them, the engine lets a quarter of the queries attend.
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class AttentionMax:
+class AttentionMax(Scorer):
     """Score by the largest attention ever received."""
 
-    needs_question = False
-    needs_weights = True
-    reconstructs = False
-
-    def __init__(self, distance: int = 64):
-        self.distance = distance
+    kernel_maxima = True
+    distance = 64
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
+        assert seen.weights is not None
         num_keys, num_queries = seen.keys.shape[1], seen.weights.shape[2]
         best = seen.weights.amax(1)  # over the group: [KVH, C, N]
-        position = torch.arange(num_queries)[:, None] + num_keys - num_queries
-        near = position - torch.arange(num_keys) < self.distance
+        position = torch.arange(num_queries, device=scores.device)[:, None] + num_keys - num_queries
+        near = position - torch.arange(num_keys, device=scores.device) < self.distance
         scores.copy_(torch.maximum(scores, best.masked_fill(near, 0).amax(1)))

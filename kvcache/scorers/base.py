@@ -1,7 +1,7 @@
-"""What a scorer sees and what it keeps."""
+"""What a scorer is: one method, its flags, and what it is shown."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,22 +22,28 @@ class Observation:
     weights: Tensor | None  # [KVH, G, C, N] float32
 
 
-class Scorer(Protocol):
-    """Judge keys while they lie in the prefill buffer; higher is kept.
+class Scorer(ABC):
+    """Score keys while they are in the prefill buffer; keys of higher scores are kept.
 
-    A scorer holds no state of its own: it updates the running scores of the prefill buffer's keys, which start at 0 and
-    move with the keys. `needs_question` says whether it works only with the question's tokens as probes,
-    `needs_weights` whether it looks at attention, which kernels do not keep: a chunk's is then made in torch. With
-    `reconstructs` it sees other queries than the document's own: the tokens about to be judged, read once more behind a
-    request to repeat them, without being cached. Where `distance` is a number, the score is the largest attention ever
-    received from queries at least that far behind: kernels yield it by themselves, and `update` is its specification.
+    A scorer has no state of its own: it updates the running scores of the prefill buffer's keys, which start at 0 and
+    move with the keys. What it needs of the engine it says by these flags, before it is used.
     """
 
-    needs_question: bool
-    needs_weights: bool
-    reconstructs: bool
-    distance: int | None
+    kernel_maxima: bool = False
+    """The score is the largest attention a key receives from queries at least `distance` tokens behind it. Kernels
+    yield these maxima themselves, and `update` is their specification. Such a scorer takes a chunk in pieces; every
+    other one is shown all queries of a chunk at once."""
 
+    distance: int = 0
+    """With `kernel_maxima`: 64 leaves out queries so near that nearly every key is looked at."""
+
+    needs_weights: bool = False
+    """`Observation.weights` are given. Kernels do not keep attention, so it is computed in torch for this scorer."""
+
+    reconstructs: bool = False
+    """The scorer sees other queries than the document's own: the tokens that are about to be scored are read once
+    more, behind a request to repeat them, without being cached."""
+
+    @abstractmethod
     def update(self, scores: Tensor, seen: Observation) -> None:
         """Update one layer's running scores `[KVH, N]` in place."""
-        ...

@@ -8,19 +8,13 @@ statistics are of rotated queries, those of the newest chunk, which are the near
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class ExpectedAttention:
+class ExpectedAttention(Scorer):
     """Score by the attention that future queries are expected to give."""
 
-    needs_question = False
-    needs_weights = False
-    reconstructs = False
-    distance = None
-
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
         queries, keys = seen.queries.float(), seen.keys.float()
         dim = keys.shape[-1]
         mean = queries.mean(2)  # [KVH, G, D]

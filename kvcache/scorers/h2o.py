@@ -2,17 +2,14 @@
 
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class H2O:
+class H2O(Scorer):
     """Score by accumulated attention."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
+        assert seen.weights is not None
         scores += seen.weights.sum((1, 2))

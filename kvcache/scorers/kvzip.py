@@ -11,7 +11,5 @@ from kvcache.scorers.attention_max import AttentionMax
 class KVzip(AttentionMax):
     """Score by the largest attention received from the reconstruction, at any distance."""
 
+    distance = 0
     reconstructs = True
-
-    def __init__(self):
-        super().__init__(distance=0)

@@ -8,26 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.scorers.attention_max import AttentionMax
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 WEIGHT = 4.0
 WINDOW = 32
 POOL = 5
 
 
-class Mix:
+class Mix(Scorer):
     """Score by attention_max joined with a recent window."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._peaks = AttentionMax()
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
+        assert seen.weights is not None
         self._peaks.update(scores, seen)
         half = max(WINDOW, seen.weights.shape[2] // 2)
         for queries in seen.weights.split(half, 2):

@@ -3,18 +3,12 @@
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class Random:
+class Random(Scorer):
     """Score by chance."""
 
-    needs_question = False
-    needs_weights = False
-    reconstructs = False
-    distance = None
-
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
         generator = torch.Generator().manual_seed(seen.layer)
         scores.copy_(torch.rand(scores.shape, generator=generator))

@@ -2,17 +2,14 @@
 
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class TOVA:
+class TOVA(Scorer):
     """Score by the last query's attention, averaged over the query heads."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
+        assert seen.weights is not None
         scores.copy_(seen.weights[:, :, -1].mean(1))

@@ -48,6 +48,11 @@ class CompressedLayout:
         return PageFormat(16, 16, WHOLE_PAGE_TOKENS, self.head_dim, self.whole_bytes)
 
     @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """Every format that a sequence has pages of."""
+        return (self.whole, *self.tiers)
+
+    @property
     def tiers(self) -> tuple[PageFormat, ...]:
         """Format of each tier, best first."""
         return tuple(
@@ -59,7 +64,6 @@ class CompressedLayout:
                 TIER_PAGE_TOKENS,
                 self.head_dim,
                 self.whole_bytes,
-                self.config.two_axis,
             )
             for tier in self.config.resolved_tiers
         )

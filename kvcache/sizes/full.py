@@ -7,6 +7,8 @@ Pure integers, no torch.
 
 from dataclasses import dataclass
 
+from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -30,6 +32,11 @@ class CacheLayout:
     def uncompressed(self) -> "CacheLayout":
         """The layout where nothing is compressed: this one."""
         return self
+
+    @property
+    def page_format(self) -> PageFormat:
+        """Format of the pages: every token whole."""
+        return PageFormat(WHOLE_BITS, WHOLE_BITS, self.page_tokens, self.head_dim, self.element_bytes)
 
     @property
     def num_lanes(self) -> int:

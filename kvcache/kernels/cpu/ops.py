@@ -13,9 +13,9 @@ from torch import Tensor
 from kvcache.kernels import reference
 from kvcache.kernels.cpu import build
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.quantize.error_compensation import Compensation
-from kvcache.sizes.page_format import PageFormat
+from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
 
 _DECODE, _QUERIES = "liif", "pilliiif"  # what `_shape` and `_queries` return
 _SIGNATURES = {
@@ -41,15 +41,21 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return build.declare(found, _SIGNATURES)
 
 
+def supports(page_format: PageFormat) -> bool:
+    """See `PageKernels.supports`: heads of a multiple of 16, codes of 8, 4, 3 and 2 bits."""
+    bits = {page_format.key_bits, page_format.value_bits}
+    return page_format.head_dim % 16 == 0 and bits <= {WHOLE_BITS, 8, 4, 3, 2} and library() is not None
+
+
 def quantize(
-    rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
+    rows: PageTokens,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
     num_threads: int = 1,
 ) -> Tensor:  # [P, page_bytes] uint8
-    """See `reference.quantize`; whole pages and those with row factors, which no preset has, are left to torch."""
-    if page_format.whole or page_format.two_axis:
+    """See `reference.quantize`; whole pages are left to torch."""
+    if page_format.whole:
         return reference.quantize(rows, page_format, compensation)
     (num_pages, size), (num_lanes, num_tokens, dim) = rows.index.shape, rows.keys.shape
     assert (size, dim) == (page_format.page_tokens, page_format.head_dim) and dim % 16 == 0
@@ -358,7 +364,6 @@ def _formats(formats: tuple[PageFormat, ...]) -> ctypes.Array:
         key_scale, key_min, value_scale, value_min = (-1,) * 4 if kind.whole else scaled
         fields += [kind.key_bits, kind.value_bits, kind.page_tokens, kind.whole_bytes]
         fields += [kind.key_code_offset, key_scale, key_min, kind.value_code_offset, value_scale, value_min]
-        fields += [kind.row_factor_offset if kind.two_axis else -1]
     return (ctypes.c_int32 * len(fields))(*fields)
 
 

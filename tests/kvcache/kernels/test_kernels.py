@@ -139,6 +139,9 @@ def test_thread_count_changes_nothing():
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
+FORMAT = PageFormat(4, 4, 64, 64)
+
+
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
 def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", compiler)
@@ -146,8 +149,8 @@ def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypa
     build.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert registry.cpu_kernels(64) is reference
-            assert registry.cpu_kernels(64) is reference
+            assert registry.kernels_for("cpu", FORMAT) is reference
+            assert registry.kernels_for("cpu", FORMAT) is reference
     finally:
         build.library.cache_clear()
     assert len(caplog.records) == 1 and "torch takes over" in caplog.text
@@ -157,7 +160,7 @@ def test_kernels_can_be_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("KVBATCH_NATIVE", "0")
     build.library.cache_clear()
     try:
-        assert registry.cpu_kernels(64) is reference
+        assert registry.kernels_for("cpu", FORMAT) is reference
     finally:
         build.library.cache_clear()
     assert not caplog.records

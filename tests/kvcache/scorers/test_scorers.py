@@ -75,7 +75,10 @@ def test_scorers_give_finite_scores_over_two_steps(name):
         mask = torch.ones(64, tokens).tril(tokens - 64)
         weights = (torch.rand(2, 3, 64, tokens) * mask).softmax(-1) * mask
         seen = observe(weights)
-        scorer.update(scores[:, :tokens], seen if scorer.needs_weights else replace(seen, weights=None))
+        scorer.update(
+            scores[:, :tokens],
+            seen if scorer.needs_weights or scorer.kernel_maxima else replace(seen, weights=None),
+        )
     assert torch.isfinite(scores).all()
     assert scores.std() > 0
 
