@@ -13,8 +13,9 @@ from kvbatch.job_file.sections import Job
 from kvbatch.plan.feasibility import check_prompt_columns, check_room
 from kvbatch.progress.display import Progress
 from kvbatch.prompts.chat_template import now
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.fingerprint import RENDERED, Fingerprint, InputHashes, job_fingerprint
-from kvbatch.run_dir.manifest import RunDirectory, describe_run, prompt_time
+from kvbatch.run_dir.manifest import describe_run, prompt_time
 from kvbatch.run_dir.reuse import Reuse, check_model, precision_to_keep, reused_by_default, time_of_last
 from kvbatch.signals import Stopper
 from kvbatch.text import digest

@@ -34,7 +34,7 @@ def report(run_path: Path, as_json: bool) -> int:
     """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
     from kvbatch.report.html import write_page
     from kvbatch.report.summary import load_summary, render
-    from kvbatch.run_dir.manifest import open_run
+    from kvbatch.run_dir.find_runs import open_run
 
     summary = load_summary(run_path, deep=True)
     if as_json:
@@ -56,7 +56,7 @@ def report(run_path: Path, as_json: bool) -> int:
 def diff(run_a: Path, run_b: Path, as_json: bool) -> int:
     """Compare RUN_A and RUN_B row by row: memory, speed, answers, quality."""
     from kvbatch.report.diff import compare, render_diff
-    from kvbatch.run_dir.manifest import open_run
+    from kvbatch.run_dir.find_runs import open_run
 
     found = compare(open_run(run_a), open_run(run_b))
     if as_json:
@@ -89,7 +89,7 @@ def export(run_path: Path, format_: str, output: Path | None, raw: bool) -> int:
     from kvbatch.atomic_file import atomic_file
     from kvbatch.report.export import export_rows
     from kvbatch.report.status import missing_rows
-    from kvbatch.run_dir.manifest import open_run
+    from kvbatch.run_dir.find_runs import open_run
 
     run = open_run(run_path)
     if note := missing_rows(run):

@@ -14,7 +14,7 @@ from kvbatch.text import escaped
 
 if TYPE_CHECKING:
     from kvbatch.job_file.sections import Job
-    from kvbatch.run_dir.manifest import RunDirectory
+    from kvbatch.run_dir.directory import RunDirectory
 
 
 class _Parsed(click.ParamType):
@@ -138,7 +138,7 @@ def _opened(run_path: Path) -> "RunDirectory":
     """Return the run that a path names, from where it began; if there is none, tell that on stdout too."""
     from kvbatch.errors import KvbatchError
     from kvbatch.report.exit_line import told
-    from kvbatch.run_dir.manifest import open_run
+    from kvbatch.run_dir.find_runs import open_run
     from kvbatch.run_dir.working_directory import enter_working_directory
 
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from kvbatch.errors import InputError, JobFileError, KvbatchError, LimitExceeded, OutputError
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import Job
-from kvbatch.run_dir.manifest import find_unfinished_run
+from kvbatch.run_dir.find_runs import find_unfinished_run
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:

@@ -19,9 +19,11 @@ from kvbatch.job_file.template import parse_template
 from kvbatch.opened_job import OpenedJob, choose_rows, make_plan, opened_job
 from kvbatch.run_dir.commit import planned_shards
 from kvbatch.run_dir.continuation import find_plan, kept_budget_bytes
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import plan_directory
 from kvbatch.run_dir.fingerprint import RENDERED, config_hash, job_fingerprint
 from kvbatch.run_dir.lock import IfLocked, job_lock
-from kvbatch.run_dir.manifest import RunDirectory, describe_directory, plan_directory
+from kvbatch.run_dir.manifest import describe_directory
 from kvbatch.run_dir.plan_file import PlanRow, PlanSummary
 from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.staging import drafted, publish

@@ -17,7 +17,7 @@ from kvbatch.errors import InputError, JobFileError
 from kvbatch.estimate.sample import sample_requests
 from kvbatch.job_file.sections import QualityGuardSection
 from kvbatch.progress.display import Progress
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.text import counted
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from kvbatch.estimate.step_time import keep_speed, known_speed
 from kvbatch.opened_job import OpenedJob
 from kvbatch.plan.planner import MAX_FORECAST_ROWS
 from kvbatch.run_dir.commit import planned_shards
-from kvbatch.run_dir.manifest import RunDirectory, open_run, plan_directory
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run, plan_directory
 from kvbatch.run_dir.plan_file import PlanRow, PlanSummary
 from kvbatch.run_dir.record import read_record, write_record
 

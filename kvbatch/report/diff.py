@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.report.summary import load_summary
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import read_rows
 from kvbatch.run_dir.stats_files import read_stats
 from kvbatch.text import format_bytes

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from kvbatch.errors import Interrupted, KvbatchError, LimitExceeded, OutputError, Skipped
 from kvbatch.job_file.sections import Job
 from kvbatch.report.prometheus import write_metrics
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.text import all_escaped
 
 COUNTS = (

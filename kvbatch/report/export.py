@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import IO, Any
 
 from kvbatch.corpus.strings import plain_value
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import iter_tables
 from kvbatch.text import escaped
 

@@ -10,8 +10,9 @@ from typing import Any
 from kvbatch.errors import InputError
 from kvbatch.run_dir.advice import continuation, superseded_by
 from kvbatch.run_dir.commit import count_rows, num_committed_rows
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.lock import Holder, lock_holder
-from kvbatch.run_dir.manifest import RunDirectory, open_run
 from kvbatch.run_dir.staging import find_draft, is_draft
 from kvbatch.run_dir.verify import find_problems
 

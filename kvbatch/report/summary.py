@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvbatch.corpus.skipped import described
 from kvbatch.run_dir.advice import cut_advice, superseded_by
 from kvbatch.run_dir.commit import committed_files
-from kvbatch.run_dir.manifest import RunDirectory, open_run
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.stats_files import read_stats
 from kvbatch.run_dir.verify import find_problems
 from kvbatch.text import counted, format_bytes

@@ -13,7 +13,7 @@ from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import Job
 from kvbatch.report.summary import load_summary
 from kvbatch.run.entry import run_job
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import iter_tables
 from kvbatch.signals import stop_on_signals
 

@@ -19,18 +19,17 @@ from kvbatch.job_file.sections import Job
 from kvbatch.opened_job import OpenedJob, choose_rows, input_spec, make_progress, open_job
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.continuation import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.event_log import RunLog, write_heartbeat
-from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
-from kvbatch.run_dir.manifest import (
-    RunDirectory,
-    adopt_plan,
-    describe_directory,
+from kvbatch.run_dir.find_runs import (
     find_same_run,
     find_unfinished_run,
     new_run_id,
     next_number,
     point_latest,
 )
+from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
+from kvbatch.run_dir.manifest import adopt_plan, describe_directory
 from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
 from kvbatch.run_dir.verify import find_problems

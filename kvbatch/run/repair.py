@@ -10,7 +10,8 @@ from kvbatch.opened_job import OpenedJob, write_plan
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.checked_file import file_problem
 from kvbatch.run_dir.commit import check_shard
-from kvbatch.run_dir.manifest import PLAN_FILES, RunDirectory, keep_job
+from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
+from kvbatch.run_dir.manifest import keep_job
 
 if TYPE_CHECKING:
     from kvbatch.plan.memory_plan import MemoryPlan

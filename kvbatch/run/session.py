@@ -18,8 +18,8 @@ from kvbatch.run.limits import over_limits
 from kvbatch.run.repair import check_whole, restore_files, restore_plan
 from kvbatch.run.shard_loop import ShardLoop
 from kvbatch.run_dir.checked_file import describe_file
+from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
 from kvbatch.run_dir.event_log import RunLog
-from kvbatch.run_dir.manifest import PLAN_FILES, RunDirectory
 from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.record import write_record
 from kvbatch.run_dir.recovery import Recovered, recover

@@ -10,7 +10,7 @@ from kvbatch.atomic_file import write_table
 from kvbatch.errors import InputError
 from kvbatch.prompts.sampling import row_seed
 from kvbatch.run.oom_retry import DEAD_LETTER
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.output_schema import INPUT_FIELDS, OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanRow
 

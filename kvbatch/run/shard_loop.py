@@ -15,9 +15,9 @@ from kvbatch.run.oom_retry import OomRetry
 from kvbatch.run.row_requests import RequestKey, RowRequests
 from kvbatch.run.shard import OpenShard
 from kvbatch.run_dir.commit import commit_shard, planned_shards, tally
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.event_log import RunLog
 from kvbatch.run_dir.fingerprint import config_hash
-from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.previous_rows import ReusedRows

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbatch.errors import InputError
-from kvbatch.run_dir.manifest import RunDirectory, latest_run
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import latest_run
 
 _MORE = 4  # times as many tokens are proposed for answers that were cut
 

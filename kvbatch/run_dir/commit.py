@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from kvbatch.errors import Damaged
 from kvbatch.run_dir.checked_file import file_problem, opened_table
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.lock import lock_holder
-from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanRow, read_plan, shard_starts
 from kvbatch.run_dir.record import read_record, write_record

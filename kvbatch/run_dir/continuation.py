@@ -5,14 +5,10 @@ from typing import TYPE_CHECKING
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.run_dir.advice import run_command, superseded_by
 from kvbatch.run_dir.commit import has_finished_rows
+from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
+from kvbatch.run_dir.find_runs import plan_directory
 from kvbatch.run_dir.fingerprint import Fingerprint, InputHashes, changes
-from kvbatch.run_dir.manifest import (
-    PLAN_FILES,
-    RunDirectory,
-    input_changes,
-    kept_memory_budget,
-    plan_directory,
-)
+from kvbatch.run_dir.manifest import input_changes, kept_memory_budget
 from kvbatch.run_dir.previous_rows import can_be_reused
 from kvbatch.run_dir.reuse import Reuse
 

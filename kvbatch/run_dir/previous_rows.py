@@ -14,7 +14,7 @@ import pyarrow as pa
 from kvbatch.errors import Damaged, InputError, JobChanged
 from kvbatch.run_dir.advice import continuation
 from kvbatch.run_dir.commit import finished_rows, is_committed, planned_shards, planned_starts, shard_table
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanRow
 from kvbatch.run_dir.reuse import Reuse

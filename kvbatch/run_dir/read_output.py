@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvbatch.run_dir.checked_file import opened_table
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 if TYPE_CHECKING:
     import polars as pl

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from kvbatch.errors import Damaged, OutputError
 from kvbatch.run_dir.commit import check_shard, planned_shards, shard_table
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.wal import read_rows
 

@@ -21,15 +21,10 @@ from kvbatch.errors import InputError, JobChanged
 from kvbatch.job_file.sections import Job
 from kvbatch.model.precision import NAMES, KeptPrecision, Precision
 from kvbatch.model.source import is_same_model
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import job_runs, may_now_fit
 from kvbatch.run_dir.fingerprint import RENDERED, changes
-from kvbatch.run_dir.manifest import (
-    RunDirectory,
-    describe_files,
-    describe_run,
-    job_runs,
-    may_now_fit,
-    prompt_time,
-)
+from kvbatch.run_dir.manifest import describe_files, describe_run, prompt_time
 from kvbatch.run_dir.row_hash import row_line
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbatch.atomic_file import fsync_directory
 from kvbatch.errors import OutputError
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 _HIDDEN = ".new"  # among a job's runs
 _REPLACED = "replaced"

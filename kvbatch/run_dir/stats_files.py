@@ -10,7 +10,7 @@ import pyarrow as pa
 from kvbatch.atomic_file import write_table
 from kvbatch.errors import Damaged
 from kvbatch.run_dir.checked_file import describe_file, file_problem, opened_table
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 if TYPE_CHECKING:
     import polars as pl

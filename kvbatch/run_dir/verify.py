@@ -10,7 +10,9 @@ from typing import Any
 from kvbatch.errors import Damaged
 from kvbatch.run_dir.checked_file import file_problem
 from kvbatch.run_dir.commit import check_shard, expected_shards
-from kvbatch.run_dir.manifest import RunDirectory, check_job_file, open_run
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run
+from kvbatch.run_dir.manifest import check_job_file
 from kvbatch.run_dir.record import read_record
 from kvbatch.text import counted
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 KEY = "working_directory"  # of the manifest
 

@@ -69,9 +69,7 @@ class PageFormat:
                 f"a page is whole or quantized: 16-bit keys cannot go with {self.value_bits}-bit values"
             )
         if not self.whole and (self.page_tokens < 16 or self.page_tokens % 16):
-            raise ValueError(
-                f"page_tokens must be a positive multiple of 16, not {self.page_tokens}"
-            )
+            raise ValueError(f"page_tokens must be a positive multiple of 16, not {self.page_tokens}")
         if not self.whole and (self.head_dim < 8 or self.head_dim % 8):
             raise ValueError(f"head_dim must be a positive multiple of 8, not {self.head_dim}")
         if self.whole_bytes not in (2, 4):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.corpus import Corpus, InputSpec
 from kvbatch.errors import InputError
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 
 SECRET = "Geheimnis"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbatch.atomic_file import write_text
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 
 def write_page(run: RunDirectory, summary: dict[str, Any] | None = None) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import read_rows
 from kvbatch.run_dir.stats_files import read_stats
 

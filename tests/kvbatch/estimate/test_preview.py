@@ -12,7 +12,7 @@ from engine.forecast import Forecast, PlannedRow, SpeedFit, forecast
 from kvbatch.cli import cli
 from kvbatch.estimate import preview as planning
 from kvbatch.prompts.tokenizer import PieceTokenizer
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvcache.sizes.full import CacheLayout
 
 

@@ -20,7 +20,7 @@ from kvbatch.estimate.tune import CANDIDATES
 from kvbatch.job_file.load import load_job
 from kvbatch.opened_job import opened_job
 from kvbatch.run.entry import run_job
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from kvcache.config import KVCacheConfig
 from tests.engine.models.tiny_models import save_tiny_model
 

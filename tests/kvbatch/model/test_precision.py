@@ -8,7 +8,8 @@ from kvbatch.job_file.load import load_job
 from kvbatch.model import precision
 from kvbatch.model.precision import choose_precision
 from kvbatch.run.entry import run_job
-from kvbatch.run_dir.manifest import RunDirectory, open_run
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 
 

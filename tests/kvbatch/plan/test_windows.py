@@ -9,7 +9,7 @@ import pytest
 
 from kvbatch.corpus.document import Document
 from kvbatch.run.shard import OpenShard
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.plan_file import bounded_windows, shard_starts
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_run import output, run

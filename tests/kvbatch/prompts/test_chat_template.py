@@ -19,7 +19,7 @@ from kvbatch.job_file.sections import PromptSection
 from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.chat_template import ChatTemplate
 from kvbatch.run.entry import run_job
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.plan_file import read_plan
 from kvbatch.run_dir.reuse import Reuse
 from tests.kvbatch.conftest import CHAT_TEMPLATE

@@ -19,7 +19,7 @@ from kvbatch.job_file.load import load_job
 from kvbatch.report.export import export_rows
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.commit import commit_shard
-from kvbatch.run_dir.manifest import RunDirectory
+from kvbatch.run_dir.directory import RunDirectory
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (3 + n), "n": n} for n in range(6)]
 

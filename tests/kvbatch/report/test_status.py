@@ -11,8 +11,8 @@ from kvbatch.cli import cli
 from kvbatch.errors import LimitExceeded
 from kvbatch.report.status import load_status, render_status
 from kvbatch.run_dir.event_log import write_heartbeat
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.lock import IfLocked, job_lock
-from kvbatch.run_dir.manifest import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_run import RECORDS, run
 

@@ -9,7 +9,7 @@ import yaml
 
 import kvbatch
 from kvbatch.errors import JobFileError
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 
 RECORDS = [{"id": n, "text": "The quick brown fox." * (n + 1)} for n in range(3)]
 

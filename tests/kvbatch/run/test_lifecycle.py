@@ -13,7 +13,7 @@ from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.job_file.load import load_job
 from kvbatch.report.status import load_status
 from kvbatch.run.entry import run_job
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_resume import Stopping
 

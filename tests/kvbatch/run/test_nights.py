@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 
 

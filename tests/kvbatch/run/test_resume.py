@@ -26,8 +26,9 @@ from kvbatch.errors import Interrupted, JobChanged, OutputError, Skipped
 from kvbatch.job_file.load import load_job
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.commit import committed_files, finished_rows
+from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.lock import Holder, IfLocked, job_lock, lock_holder
-from kvbatch.run_dir.manifest import RunDirectory, open_run
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.wal import WriteAheadFile, read_rows
 from kvbatch.signals import Stopper, parse_duration, seconds_until, stop_on_signals

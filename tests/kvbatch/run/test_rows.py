@@ -11,7 +11,7 @@ import pytest
 from kvbatch.errors import LimitExceeded
 from kvbatch.plan.unique_ids import UniqueIds
 from kvbatch.report.summary import load_summary, render
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_run import RECORDS, output, run
 

@@ -27,7 +27,7 @@ from kvbatch.prompts.sampling import row_seed
 from kvbatch.report.summary import load_summary, render
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.event_log import RunLog
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.errors import JobChanged
 from kvbatch.report.summary import load_summary
-from kvbatch.run_dir.manifest import open_run
+from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.reuse import Reuse
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_run import output, run

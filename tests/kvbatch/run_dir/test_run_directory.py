@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.errors import Damaged, Interrupted
 from kvbatch.run_dir.commit import check_shard, finished_rows
+from kvbatch.run_dir.find_runs import job_runs, latest_run, open_run
 from kvbatch.run_dir.lock import IfLocked, job_lock
-from kvbatch.run_dir.manifest import job_runs, latest_run, open_run
 from kvbatch.run_dir.verify import find_problems
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.run.test_resume import Stopping, output, run, stop_after
