@@ -1,0 +1,1 @@
+"""A job as it runs: session, shards, retries, limits. Imports: every room below."""
