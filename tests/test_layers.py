@@ -6,11 +6,14 @@ wherever in a module it stands, those for type checkers included.
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvcache.user_cache import user_cache
 
 ROOT = Path(__file__).parent.parent
 BELOW = "every room below"
@@ -234,3 +237,14 @@ def test_no_function_takes_many_parameters():
                 if len(set(names) - {"self", "cls"}) > MAX_PARAMETERS and name_of(file) not in C_INTERFACES:
                     wide.add(f"{name_of(file)}: {node.name}")
     assert wide == KNOWN_WIDE_FUNCTIONS
+
+
+def test_tests_share_helpers_and_not_one_another():
+    for file in files_of("tests", ".py"):
+        shared = [name for name in imports(file) if name.startswith("tests.")]
+        wrong = [name for name in shared if re.search(r"\.(test_\w+|conftest)(\.|$)", name)]
+        assert not wrong, f"{name_of(file)} imports {', '.join(wrong)}; move it to a helpers.py"
+
+
+def test_the_users_cache_is_not_written(own_cache):
+    assert user_cache() == own_cache and not (own_cache / "hashes").is_symlink()

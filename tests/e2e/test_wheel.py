@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.kvbatch.conftest import make_tokenizer
+from tests.kvbatch.helpers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvbatch", "engine", "kvcache")

@@ -14,7 +14,7 @@ from engine.kernels import registry
 from engine.models import ModelConfig, load_model
 from engine.models.decoder import kernels_of
 from kvcache.quantize.pages import rotation
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
 
 LLAMA3 = {
