@@ -24,8 +24,6 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
     from engine.cache.compressed import CompressedBackend
     from engine.head_calibration import calibrate
 
-    if config.cache.quantizes:
-        model.rotate_heads()
     return CompressedBackend(
         budget.layout,
         budget.capacity_pages,
@@ -35,7 +33,7 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         max_context=model.config.max_context,
         move_keys=model.move_keys,
         repeat_token_ids=config.repeat_token_ids,
-        lane_shares=calibrate(model, config.calibration_token_ids)
+        lane_shares=calibrate(model.unrotated(), config.calibration_token_ids)
         if config.cache.needs_calibration
         else None,
         output_weights=model.output_weights,

@@ -135,7 +135,8 @@ def _model(job: Job) -> Iterator[Finding]:
     from engine.model_files import holds_weights
     from kvbatch.model.handle import open_model, resolve_device
     from kvbatch.model.source import ModelAbsent
-    from kvbatch.plan.feasibility import check_room, plan_memory
+    from kvbatch.plan.feasibility import check_room
+    from kvbatch.plan.memory_plan import plan_memory
     from kvbatch.prompts.chat import chat_template, prompt_builder
     from kvbatch.prompts.notes import prompt_notes
     from kvbatch.prompts.sampling import RowSampling
@@ -144,7 +145,7 @@ def _model(job: Job) -> Iterator[Finding]:
 
     try:
         kept = precision_to_keep(job, find_unfinished_run(job), None, new_run=False)
-        model = open_model(job.model, job.engine, kept=kept, look_only=True)
+        model = open_model(job.model, job.engine, job.cache.policy, kept=kept, look_only=True)
     except ModelAbsent as error:
         yield Finding("model", "note", f"{job.model.name}: {error}; prompt and memory are checked then")
         return
@@ -180,11 +181,9 @@ def _model(job: Job) -> Iterator[Finding]:
         yield Finding("memory", "note", f"not checked: {error}")
         return
     try:
-        config, budget = plan_memory(job, model, builder)
-        pages_bytes = budget.capacity_pages * budget.layout.page_bytes
-        text = (
-            f"{pages_bytes:,} bytes for keys and values, of {config.memory_budget_bytes:,}, on {model.device}"
-        )
+        memory = plan_memory(job, model, builder)
+        pages_bytes = memory.budget.capacity_pages * memory.budget.layout.page_bytes
+        text = f"{pages_bytes:,} bytes for keys and values, of {memory.budget_bytes:,}, on {model.device}"
         yield Finding("memory", "ok", text)
     except KvbatchError as error:
         yield _error("memory", error)

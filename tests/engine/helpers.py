@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, Result, SamplingParams
+from engine import EngineConfig, EngineCore, Request, Result, SamplingParams
 from engine.kernels import ops
 from engine.models import Decoder
 from kvcache.config import KVCacheConfig, Tier
@@ -32,20 +32,20 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [torch.randint(3, 199, (n,), generator=random).tolist() for n in lengths]
 
 
-def run(llm: LLM, requests: list[Request]) -> list[Result]:
+def run(llm: EngineCore, requests: list[Request]) -> list[Result]:
     """Return the results in the order of the requests."""
     results = {r.request_id: r for r in llm.generate(requests)}
     assert llm.cache.num_available == llm.cache.num_blocks, "every page is given back"
     return [results[r.request_id] for r in requests]
 
 
-def make_llm(model: Decoder, cache: KVCacheConfig, **changes: Any) -> LLM:
+def make_llm(model: Decoder, cache: KVCacheConfig, **changes: Any) -> EngineCore:
     changes = {"prompt_lookup": False} | changes  # how many steps a row takes would depend on time
-    llm = LLM(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
+    llm = EngineCore(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
     if cache.compresses:
         llm.cache.blocks.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
     return llm
 
 
-def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
+def tokens(llm: EngineCore, requests: list[Request]) -> list[list[int]]:
     return [result.token_ids for result in run(llm, requests)]

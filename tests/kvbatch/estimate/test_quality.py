@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
 from engine.teacher_forcing import answer, drift, reading
 from kvbatch.cli import cli
@@ -53,7 +53,7 @@ def run(path, *overrides):
 
 def test_the_full_cache_agrees_with_itself_and_drift_is_what_it_says(tiny_model):
     model = load_model(tiny_model, dtype=torch.float32)
-    llm, other = (LLM(model, EngineConfig(20_000_000, cache=KVCacheConfig()), str) for _ in range(2))
+    llm, other = (EngineCore(model, EngineConfig(20_000_000, cache=KVCacheConfig()), str) for _ in range(2))
     request = Request(0, list(range(3, 200)), SamplingParams(max_new_tokens=12, ignore_eos=True))
     result, log_probs = answer(llm, request)
     with reading(other, request) as context:
@@ -112,8 +112,8 @@ def test_every_question_has_its_share_of_the_sample(job_file):
     path = job_file(documents(12), prompt=asking, cache={"preset": "logs"}, quality_guard={"sample": 12})
     quality = pl.read_parquet(run(path).quality)
     assert quality["error"].null_count() == 12
-    with opened_job(load_job(path)) as runner:
-        asked = [request for _, request in sample_requests(runner, 12)]
+    with opened_job(load_job(path)) as (opened, _):
+        asked = [request for _, request in sample_requests(opened, 12)]
     tails = {tuple(request.prompt_token_ids[request.prefix_tokens :]) for request in asked}
     assert len(tails) == 3
 
