@@ -5,7 +5,7 @@ KvbatchError            70  internal: a rerun may succeed
 ├── LimitExceeded       65  finished, but over a limit
 ├── InputError          66  input missing or unreadable
 │   └── Damaged         66  a file of a run is not what was written
-├── ModelUnavailable    69  model or device unavailable
+├── ModelUnavailable    69  model, device or library unavailable
 ├── OutputError         73  cannot write
 ├── Interrupted         75  stopped by a signal, a deadline or a lock; a rerun continues
 └── JobFileError        78  bad job file
@@ -14,6 +14,7 @@ KvbatchError            70  internal: a rerun may succeed
 
 import os
 import traceback
+from importlib.util import find_spec
 
 
 class KvbatchError(Exception):
@@ -43,6 +44,22 @@ def fault(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}"
+
+
+# Libraries that only some jobs need, by the extra of this package that installs them.
+_EXTRAS = {"report": ("matplotlib",), "gguf": ("gguf",), "grammar": ("llguidance", "jsonschema")}
+
+
+def missing_extra(extra: str, purpose: str) -> str | None:
+    """Return the message that an extra is not installed, or None if it is.
+
+    Args:
+        purpose: what needs it.
+    """
+    missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{purpose} needs {' and '.join(missing)}, not installed here; pip install 'kvbatch[{extra}]'"
 
 
 class Skipped(KvbatchError):
@@ -78,7 +95,7 @@ class Damaged(InputError):
 
 
 class ModelUnavailable(KvbatchError):
-    """The model or the device asked for cannot be used here."""
+    """The model, the device or the library asked for cannot be used here."""
 
     exit_code = 69
 

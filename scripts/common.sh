@@ -1,4 +1,4 @@
-# What scripts/run and scripts/test share: a virtual environment that is made once. Sourced with bash, in the
+# What scripts/run, scripts/test and scripts/check share: a virtual environment that is made once. Sourced with bash, in the
 # repository's root. A stamp tells whether it is up to date, so that a second call costs no time.
 
 say() { printf '%s\n' "$*" >&2; }
@@ -18,9 +18,10 @@ find_python() {
     return 1
 }
 
-# ensure_environment [EXTRA]: install the project, with the extra, into .venv unless the stamp says it is done.
+# ensure_environment EXTRA: install the project, with `all` that it can do or with what `test` needs besides, into .venv
+# unless the stamp says it is done.
 ensure_environment() {
-    local extra=${1:-} stamp=.venv/.installed${1:+-$1} wanted
+    local extra=$1 stamp=.venv/.installed-$1 wanted
     # The path counts too: a virtual environment does not survive a move of its folder.
     wanted=$({ cat pyproject.toml constraints.txt && pwd; } | cksum)
     if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
@@ -36,12 +37,12 @@ ensure_environment() {
     local log=.venv/install.log start=$SECONDS
     printf 'Installing kvbatch and what it needs into .venv (once; a few minutes) … ' >&2
     if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input \
-        --constraint constraints.txt --editable ".${extra:+[$extra]}" >"$log" 2>&1; then
+        --constraint constraints.txt --editable ".[$extra]" >"$log" 2>&1; then
         say "failed:"
         tail -n 15 "$log" >&2
         say "The whole log is $PWD/$log"
         return 1
     fi
     say "done in $((SECONDS - start)) s"
-    printf '%s\n' "$wanted" | tee .venv/.installed >"$stamp" # with an extra, the bare project is there too
+    printf '%s\n' "$wanted" | tee .venv/.installed-all >"$stamp" # `test` holds `all`
 }

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a sequence's pages, behind one protocol."""
+"""Attention of new tokens over a sequence's pages. Imports: kvcache."""
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import get_backend

@@ -1,1 +1,1 @@
-"""How the engine keeps keys and values: whole pages, or a compressed cache, behind one protocol."""
+"""How the engine stores keys and values, whole or compressed, behind one protocol. Imports: every room below it."""

@@ -1,1 +1,1 @@
-"""What a layer computes besides matrix products and attention, as C++ kernels with torch references."""
+"""What a layer computes besides attention, in C++ and as torch references. Imports: kvcache."""

@@ -1,4 +1,4 @@
-"""Decoder models: configuration, weights, rope and the forward pass. They know no cache and no scheduler."""
+"""Decoder models: configuration, weights, rope, forward pass. Imports: errors, model_files, kernels, kvcache."""
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder, load_model

@@ -1,1 +1,4 @@
-"""The commands: before a run, for running, and after it. Each imports what it needs when it runs."""
+"""The commands: before a run, for running, and after it. Imports: every room below it.
+
+Each command imports what it needs when it runs.
+"""

@@ -112,10 +112,13 @@ def tune(
 ) -> int:
     """Find the cheapest cache that keeps the quality limits on a sample of the rows of JOB_FILE."""
     from kvbatch.estimate import tune
+    from kvbatch.estimate.pareto_plot import check_drawing
     from kvbatch.job_file.load import load_job
     from kvbatch.opened_job import opened_job
     from kvbatch.signals import stop_on_signals
 
+    if plot_file:
+        check_drawing()
     job = load_job(job_file, overrides)
     limits = _limits(job, **given)
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):

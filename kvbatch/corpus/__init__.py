@@ -1,7 +1,4 @@
-"""The documents of a job, from files on disk to one stream of rows with their provenance.
-
-Owns discovery, decompression, JSONL, Parquet, ids and the types of passthrough columns; knows no tokens.
-"""
+"""Corpus files to one stream of documents, with their ids and fields. Imports: errors, text."""
 
 from kvbatch.corpus.corpus import Corpus
 from kvbatch.corpus.discovery import FileProblem, SourceFile

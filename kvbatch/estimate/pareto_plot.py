@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import log10
 from pathlib import Path
 
+from kvbatch.errors import ModelUnavailable, missing_extra
+
 _LEAST_KL = 1e-6  # what a logarithmic axis can show
 
 
@@ -16,6 +18,16 @@ class Point:
     kv_ratio: float
     kl: float
     holds: bool | None = None
+
+
+def check_drawing() -> None:
+    """Find out whether plots can be drawn, before anything is computed for one.
+
+    Raises:
+        ModelUnavailable: matplotlib is not installed.
+    """
+    if problem := missing_extra("report", "a plot"):
+        raise ModelUnavailable(problem)
 
 
 def draw_frontier(points: Sequence[Point], path: Path, *, full: str) -> None:

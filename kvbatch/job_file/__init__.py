@@ -1,0 +1,1 @@
+"""The job file: its keys, defaults, checks and errors. Imports: errors, corpus, engine, kvcache."""

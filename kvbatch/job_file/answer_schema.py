@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvbatch.errors import missing_extra
+
 # JSON as most of it is written, with one space; free white space would let a small model write nothing else.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -40,8 +42,10 @@ def check_schema(schema: dict[str, Any]) -> None:
     """Prove that a schema is one, and that its patterns can be run.
 
     Raises:
-        ValueError: It is not, with the place of the mistake in it.
+        ValueError: It is not, with the place of the mistake in it; or the libraries for it are not installed.
     """
+    if problem := missing_extra("grammar", "a JSON schema"):
+        raise ValueError(problem)
     import jsonschema
 
     formats = jsonschema.FormatChecker(formats=())

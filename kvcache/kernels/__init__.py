@@ -1,4 +1,4 @@
-"""Kernels over pages and their torch references, which say what a kernel must compute.
+"""Kernels over pages, in C++ and as torch references. Imports: user_cache, sizes, quantize.
 
-`cpu` holds the C++ ones, `reference` runs everywhere; `registry` chooses.
+`cpu` holds the C++ kernels, `reference` runs everywhere; `registry` chooses.
 """

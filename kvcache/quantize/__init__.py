@@ -1,0 +1,1 @@
+"""Keys and values to pages of few bits, and back. Imports: sizes."""

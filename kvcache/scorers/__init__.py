@@ -1,1 +1,1 @@
-"""Which tokens are kept, and at how many bits: scorer → budget → tiers, each on its own."""
+"""One score for each token, by which tokens are evicted; one module a method. Imports: nothing."""

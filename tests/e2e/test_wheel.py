@@ -13,10 +13,12 @@ import pytest
 import yaml
 
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.kvbatch.conftest import make_tokenizer
+from tests.kvbatch.helpers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvbatch", "engine", "kvcache")
+OPTIONAL = ("matplotlib", "gguf", "llguidance", "jsonschema")  # what the extras install
+READERS = {f"kvbatch.model.{name}" for name in ("gguf", "gguf_file", "gguf_tokenizer")}
 RECORDS = [{"id": f"doc-{n}", "text": f"Clause {n}: the fox jumps. " * (1 + n)} for n in range(3)]
 
 
@@ -41,6 +43,20 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
     expected = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
     assert packed == expected
+    assert {f"{name}/py.typed" for name in PACKAGES} <= packed
+
+
+def test_the_installed_wheel_needs_no_extra(wheel, tmp_path):
+    site = tmp_path / "site"
+    _pip("install", "--no-deps", "--target", site, wheel)
+    modules = [
+        path.relative_to(ROOT).with_suffix("") for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    ]
+    # the only modules that an extra has to itself; each is imported when a job needs it
+    names = {".".join(path.parts) for path in modules} - READERS - {"kvbatch.__main__"}
+    script = f"import sys, importlib; sys.modules |= dict.fromkeys({OPTIONAL})\nfor name in {sorted(names)}:"
+    _python(site, tmp_path, "-c", f"{script} importlib.import_module(name)")
+    assert "--plot" in _python(site, tmp_path, site / "bin" / "kvbatch", "tune", "--help")
 
 
 def test_the_installed_wheel_runs_a_job_of_the_users_own(wheel, tmp_path):

@@ -9,8 +9,8 @@ from engine import EngineConfig, EngineCore, Request
 from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig
+from tests.engine.helpers import GREEDY, as_text, prompts
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_llm import GREEDY, as_text, prompts
 
 PROMPT_TOKENS, NEW_TOKENS = 3800, 200
 BUDGET_BYTES = 44_000_000

@@ -13,15 +13,11 @@ from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.compress import compressor as compression
 from kvcache.config import KVCacheConfig, Tier
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import GREEDY, LOSSY, as_text, make_llm, prompts, rows_are_alike, run, tokens
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
-from tests.engine.test_llm import GREEDY, as_text, prompts, run
 
 LONG = replace(GREEDY, max_new_tokens=150)  # the open pages fill and are compressed twice
 LENGTHS = (1, 63, 64, 65, 300, 700)
-LOSSY = KVCacheConfig(
-    "sparse+quant", tiers=(Tier(0.3, 4, 4), Tier(0.3, 3, 2)), chunk_size=64, recent_tokens=32
-)
 # A tie between two codes may fall otherwise in other company, and with compensation the whole token with it.
 PLAIN = replace(LOSSY, compensate=False)
 KVZIP = KVCacheConfig(
@@ -35,18 +31,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=1024)
     return load_model(path, dtype=torch.float32, basis=ROTATED)
-
-
-def make_llm(model, cache: KVCacheConfig, **changes) -> EngineCore:
-    changes = {"prompt_lookup": False} | changes  # how many steps a row takes would depend on time
-    llm = EngineCore(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
-    if cache.compresses:
-        llm.cache.blocks.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
-    return llm
-
-
-def tokens(llm: EngineCore, requests: list[Request]) -> list[list[int]]:
-    return [result.token_ids for result in run(llm, requests)]
 
 
 @pytest.mark.parametrize(

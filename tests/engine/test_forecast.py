@@ -13,8 +13,8 @@ from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.expected import expected_pages
+from tests.engine.helpers import as_text
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_llm import as_text
 
 NEW_TOKENS = 70  # an open page fills and is compressed
 LENGTHS = (1500, 1250, 1100, 700, 400)

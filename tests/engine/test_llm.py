@@ -7,20 +7,8 @@ import torch
 
 from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
+from tests.engine.helpers import GREEDY, as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
-
-GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
-LENGTHS = (1, 9, 63, 64, 65, 150, 300)
-
-
-def as_text(token_ids) -> str:
-    """Stand in for a tokenizer: one letter a token."""
-    return "".join(chr(97 + t % 26) for t in token_ids)
-
-
-def prompts(lengths=LENGTHS) -> list[list[int]]:
-    random = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 199, (n,), generator=random).tolist() for n in lengths]
 
 
 def reference(model, prompt: list[int], count: int = 12) -> list[int]:
@@ -30,13 +18,6 @@ def reference(model, prompt: list[int], count: int = 12) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()
-
-
-def run(llm: EngineCore, requests: list[Request]) -> list:
-    """Return the results in the order of the requests."""
-    results = {r.request_id: r for r in llm.generate(requests)}
-    assert llm.cache.num_available == llm.cache.num_blocks, "every page is given back"
-    return [results[r.request_id] for r in requests]
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,8 @@ from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import LanePages
 from kvcache.sequence.compressed import ATTENDED_FACTOR
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import GREEDY, make_llm, prompts, rows_are_alike, run, tokens
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_compressed import make_llm, tokens
-from tests.engine.test_llm import GREEDY, prompts, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

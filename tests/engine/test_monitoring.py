@@ -17,8 +17,8 @@ from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import PageTable
 from kvcache.pages.block_pool import pages_per_block
 from kvcache.sequence.compressed import CompressedCache
+from tests.engine.helpers import GREEDY, as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_llm import GREEDY, as_text, prompts, run
 
 LONG = replace(GREEDY, max_new_tokens=70)  # the open pages fill and are compressed
 LOSSY = KVCacheConfig(

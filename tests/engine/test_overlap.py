@@ -16,9 +16,8 @@ from engine.overlap import overlaps_compression
 from kvcache.compress.background import BackgroundCompressor
 from kvcache.compress.compressor import Compressor
 from kvcache.sequence.compressed import CompressedCache
+from tests.engine.helpers import GREEDY, LOSSY, make_llm, prompts, tokens
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_compressed import LOSSY, make_llm, tokens
-from tests.engine.test_llm import GREEDY, prompts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

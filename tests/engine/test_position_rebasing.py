@@ -12,10 +12,8 @@ from engine.models.basis import ROTATED
 from engine.position_rebasing import StreamPositions
 from engine.teacher_forcing import reading
 from kvcache.config import KVCacheConfig, Tier
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import GREEDY, make_llm, prompts, rows_are_alike, tokens
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_compressed import make_llm, tokens
-from tests.engine.test_llm import GREEDY, prompts
 
 CONTEXT = 512
 WHOLE = KVCacheConfig(

@@ -14,8 +14,8 @@ from engine.prompt_lookup import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter,
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.config import KVCacheConfig, Tier
+from tests.engine.helpers import as_text, prompts, run
 from tests.engine.models.tiny_models import tiny_model
-from tests.engine.test_llm import as_text, prompts, run
 
 LONG = SamplingParams(max_new_tokens=150, ignore_eos=True)  # pages fill, and open pages are compressed
 SMALL = {"chunk_size": 64, "recent_tokens": 32}

@@ -10,7 +10,7 @@ from engine.errors import EngineError
 from engine.models import load_model
 from kvcache.config import PRESETS
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.kvbatch.conftest import make_tokenizer
+from tests.kvbatch.helpers import make_tokenizer
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog. " * 9]
 

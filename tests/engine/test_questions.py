@@ -10,10 +10,8 @@ from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.sizes.compressed import CompressedLayout
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import GREEDY, LOSSY, make_llm, prompts, rows_are_alike, tokens
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_compressed import LOSSY, make_llm, tokens
-from tests.engine.test_llm import GREEDY, prompts
 
 LONG = replace(GREEDY, max_new_tokens=100)  # pages are closed in decode
 FEW = KVCacheConfig(

@@ -1,4 +1,4 @@
-"""A tiny model with a byte-level tokenizer and a chat template, built once; and job files around it."""
+"""A tiny model, built once, and job files around it."""
 
 import json
 from pathlib import Path
@@ -6,40 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TRAINING_TEXT = [
-    "The quick brown fox jumps over the lazy dog.",
-    "Summarise the document below in one sentence.",
-] * 4
-
-
-def make_tokenizer():
-    """Return a byte-level BPE tokenizer with control tokens, a chat template and a BOS of its own."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<s>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(TRAINING_TEXT, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="<|im_end|>",
-        extra_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+from tests.kvbatch.helpers import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -58,3 +58,17 @@ class Backwards:
 
     def stats(self):
         return EngineStats(len(self.requests), 1, 0, 0, 0, 1, 1, 1, 1, 1)
+
+
+class Stopping(Backwards):
+    """An engine that fails after some answers."""
+
+    def __init__(self, after: int, error: BaseException | None = None):
+        super().__init__()
+        self.after, self.error = after, error or KeyboardInterrupt()
+
+    def generate(self, requests):
+        for number, result in enumerate(super().generate(requests)):
+            if number == self.after:
+                raise self.error
+            yield result

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.models.tiny_models import tiny_model
-from tests.kvbatch.model.test_gguf import TOKENS, write_gguf
+from tests.kvbatch.model.helpers import TOKENS, write_gguf
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -1,14 +1,18 @@
 """Plots as inline SVG. Their colours are the page's, by name, so that light, dark and print need no second drawing."""
 
+from __future__ import annotations
+
 import io
 import re
 from collections.abc import Callable
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from kvbatch.errors import missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _UNITS = ((1, "bytes"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))
 # matplotlib draws in these; each is then replaced by the custom property of the style sheet.
@@ -177,16 +181,25 @@ def _legend(axes: Axes) -> None:
 
 
 def _count_axis(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     axis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def _share_axis(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter
+
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 
 def _svg(name: str, title: str, draw: Callable[[Figure], None], height_in: float = _HEIGHT_IN) -> str:
-    """Return a plot as an `<svg>` element whose ids are unique in the page."""
+    """Return a plot as an `<svg>` element whose ids are unique in the page; a sentence where nothing can draw it."""
+    if problem := missing_extra("report", "this chart"):
+        return f'<p class="muted">{escape(problem)}</p>'
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     stream = io.StringIO()
     with mpl.rc_context(_STYLE):
         figure = Figure((_WIDTH_IN, height_in), layout="constrained")

@@ -17,7 +17,7 @@ from engine.models.compiled_layers import CompiledPasses, can_compile
 from engine.models.layers import Passes
 from kvcache.kernels.cpu import build
 from kvcache.quantize.pages import rotation
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import rows_are_alike
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvcache.kernel_builds import ON_X86
 

@@ -17,7 +17,7 @@ from engine.models.basis import PLAIN, ROTATED, BasisTable, basis_for
 from engine.models.decoder import kernels_of
 from kvcache.config import KVCacheConfig
 from kvcache.quantize.pages import rotation
-from tests.engine.company import rows_are_alike
+from tests.engine.helpers import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
 
 LLAMA3 = {

@@ -12,7 +12,7 @@ from kvbatch.run.shard import OpenShard
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.plan_file import bounded_windows, shard_starts
 from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_run import output, run
+from tests.kvbatch.helpers import output, run
 
 
 def sizes(run: RunDirectory):

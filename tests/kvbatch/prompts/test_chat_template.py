@@ -22,8 +22,8 @@ from kvbatch.run.entry import run_job
 from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.plan_file import read_plan
 from kvbatch.run_dir.reuse import Reuse
-from tests.kvbatch.conftest import CHAT_TEMPLATE
 from tests.kvbatch.fakes import Backwards
+from tests.kvbatch.helpers import CHAT_TEMPLATE
 
 FIRST, LATER = "2026-11-30T22:10:05+01:00", "2027-01-09T06:00:00+01:00"
 DATED = "{{ 'Today is ' + strftime_now('%d %B %Y') }}\n"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvbatch.prompts.split import split_text
 from kvbatch.prompts.tokenizer import PieceTokenizer
-from tests.kvbatch.conftest import make_tokenizer
+from tests.kvbatch.helpers import make_tokenizer
 
 TOKENS = PieceTokenizer(make_tokenizer())
 LONGEST = "👩‍👩‍👧"  # one character to the eye, 18 tokens

@@ -14,7 +14,7 @@ from kvbatch.run_dir.event_log import write_heartbeat
 from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.lock import IfLocked, job_lock
 from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_run import RECORDS, run
+from tests.kvbatch.helpers import RECORDS, run
 
 
 def test_who_holds_the_lock_decides_what_a_run_is_at(job_file):

@@ -14,8 +14,7 @@ from kvbatch.job_file.load import load_job
 from kvbatch.report.status import load_status
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.find_runs import open_run
-from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_resume import Stopping
+from tests.kvbatch.fakes import Backwards, Stopping
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n)} for n in range(7)]
 HOME = Path("runs/test")

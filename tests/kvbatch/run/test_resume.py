@@ -34,8 +34,8 @@ from kvbatch.run_dir.wal import WriteAheadFile, read_rows
 from kvbatch.signals import Stopper, parse_duration, seconds_until, stop_on_signals
 from tests.kvbatch.crash import at_step, run_and_kill
 from tests.kvbatch.fakes import Backwards
+from tests.kvbatch.helpers import RECORDS, stop_after
 
-RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
 OF_THE_RUN = ("kvb_run_id", "kvb_prefill_s", "kvb_decode_s")
 
 
@@ -57,27 +57,6 @@ def as_bytes(table: pa.Table) -> bytes:
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return sink.getvalue().to_pybytes()
-
-
-class Stopping(Backwards):
-    """An engine that fails after some answers."""
-
-    def __init__(self, after: int, error: BaseException | None = None):
-        super().__init__()
-        self.after, self.error = after, error or KeyboardInterrupt()
-
-    def generate(self, requests):
-        for number, result in enumerate(super().generate(requests)):
-            if number == self.after:
-                raise self.error
-            yield result
-
-
-def stop_after(path, num_rows: int, *overrides) -> RunDirectory:
-    """Run a job and stop it after some rows."""
-    with pytest.raises(KeyboardInterrupt):
-        run(path, *overrides, make_llm=lambda *_: Stopping(num_rows))
-    return open_run(Path("runs/test"))
 
 
 def kill_until_done(job_file, tmp_path, num_rows: int, num_kills: int, steps: range) -> None:

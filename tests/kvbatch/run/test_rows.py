@@ -13,7 +13,7 @@ from kvbatch.plan.unique_ids import UniqueIds
 from kvbatch.report.summary import load_summary, render
 from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_run import RECORDS, output, run
+from tests.kvbatch.helpers import RECORDS, output, run
 
 
 def letters(run_dir):

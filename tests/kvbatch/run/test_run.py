@@ -30,16 +30,7 @@ from kvbatch.run_dir.event_log import RunLog
 from kvbatch.run_dir.find_runs import open_run
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.kvbatch.fakes import Backwards
-
-RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n * 7 % 23), "n": n} for n in range(11)]
-
-
-def output(run) -> pl.DataFrame:
-    return pl.concat([pl.read_parquet(path) for path in sorted(run.shards.glob("*.parquet"))])
-
-
-def run(path, *overrides, **kwargs):
-    return run_job(load_job(path, overrides), stream=io.StringIO(), **kwargs)
+from tests.kvbatch.helpers import RECORDS, output, run
 
 
 def test_int8_weights_run_and_are_noted(job_file):

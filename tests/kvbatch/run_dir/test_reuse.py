@@ -15,7 +15,7 @@ from kvbatch.report.summary import load_summary
 from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.reuse import Reuse
 from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_run import output, run
+from tests.kvbatch.helpers import output, run
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (1 + n), "title": "t"} for n in range(9)]
 INCREMENTAL = {"incremental": True, "passthrough": ["title"]}

@@ -13,14 +13,20 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.errors import Damaged, Interrupted
 from kvbatch.run_dir.commit import check_shard, finished_rows
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import job_runs, latest_run, open_run
 from kvbatch.run_dir.lock import IfLocked, job_lock
 from kvbatch.run_dir.verify import find_problems
-from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_resume import Stopping, output, run, stop_after
+from tests.kvbatch import helpers
+from tests.kvbatch.fakes import Backwards, Stopping
+from tests.kvbatch.helpers import output, stop_after
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox"} for n in range(7)]
 HOME = Path("runs/test")
+
+
+def run(path, *overrides, **kwargs) -> RunDirectory:
+    return helpers.run(path, *overrides, **kwargs).run
 
 
 def invoke(*args):
@@ -50,7 +56,7 @@ def test_a_deleted_shard_is_named_by_all_and_made_again(job_file):
         engine = Backwards()
         assert run(path, make_llm=lambda *_: engine).path == found.path  # noqa: B023
         assert len(engine.requests) == 2 and found.is_success and not find_problems(found, deep=True)
-        assert output(found)["id"].to_pylist() == [record["id"] for record in RECORDS]
+        assert output(found)["id"].to_list() == [record["id"] for record in RECORDS]
 
 
 def test_no_flipped_bit_of_a_shard_goes_unseen(job_file):
@@ -151,7 +157,7 @@ def test_whoever_removes_the_lock_ends_its_holder(job_file):
         (HOME / "LOCK").unlink()
         with job_lock(HOME, IfLocked()) as second:
             assert second.is_held and not first.is_held
-    assert output(run(path, make_llm=lambda *_: Backwards()))["id"].to_pylist() == [r["id"] for r in RECORDS]
+    assert output(run(path, make_llm=lambda *_: Backwards()))["id"].to_list() == [r["id"] for r in RECORDS]
 
 
 def test_runs_are_ordered_by_what_they_say(job_file):
