@@ -19,6 +19,7 @@ from engine.position_rebasing import positions_left
 from engine.prefix_cache import PrefixCache
 from engine.prompt_lookup import Drafter
 from engine.request import EngineStats, Request, Result
+from engine.request_pages import prefix_pages, request_pages
 from engine.runner import Runner
 from engine.sampling import make_random, sample
 from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
@@ -52,7 +53,10 @@ class LLM:
         self.cache = make_cache(self.budget, config, model)
         self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
         self.scheduler = Scheduler(
-            self.budget.step_tokens, self.budget.max_sequences, alone=config.deterministic
+            self.budget.step_tokens,
+            self.budget.max_sequences,
+            self.budget.layout.chunks,
+            alone=config.deterministic,
         )
         if config.deterministic and not self.runner.treats_rows_alike():
             raise EngineError(
@@ -242,8 +246,8 @@ class LLM:
         unknown = next((t for t in request.prompt_token_ids if not 0 <= t < vocab_size), None)
         if unknown is not None:
             return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
-        layout, shared = self.budget.layout, request.prefix_tokens
-        pages = self._pages(request) + (layout.sequence_pages(shared) if shared else 0)
+        layout = self.budget.layout
+        pages = self._pages(request) + prefix_pages(layout, request.prefix_tokens)
         if pages > self.cache.num_blocks:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
@@ -252,13 +256,14 @@ class LLM:
         return None
 
     def _pages(self, request: Request) -> int:
-        layout, new = self.budget.layout, request.sampling.max_new_tokens
-        context = self.model.config.max_context
-        if request.streams and request.max_tokens > context:
-            return layout.sequence_pages(
-                context, new_tokens=new, streamed_tokens=len(request.prompt_token_ids)
-            )
-        return layout.sequence_pages(request.max_tokens, request.prefix_tokens, new)
+        new = request.sampling.max_new_tokens
+        return request_pages(
+            self.budget.layout,
+            len(request.prompt_token_ids),
+            new,
+            prefix_tokens=request.prefix_tokens,
+            longest_prompt=self.model.config.max_context - new if request.streams else None,
+        )
 
     def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""

@@ -16,7 +16,7 @@ from kvcache.sequence.full import SequenceCache
 
 
 class CPUAttention:
-    """Attend with the compiled kernels, or with torch alone: `attend_apart` (prefill) and `_decode`."""
+    """Attend with the compiled kernels, or with torch alone: `attend_in_parts` (prefill) and `_decode`."""
 
     def prefill(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
@@ -24,7 +24,7 @@ class CPUAttention:
         """See `AttentionBackend.prefill`; compiled kernels read `k` and `v` from the pages instead."""
         kernels = compiled_kernels(q.shape[2])
         if kernels is None:
-            return attend_apart(layer, q, k, v, cache)
+            return attend_in_parts(layer, q, k, v, cache)
         return kernels.prefill_attention_pool(
             q,
             cache.pool.keys,
@@ -59,7 +59,9 @@ class CPUAttention:
         return decode
 
 
-def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache) -> tuple[Tensor, Tensor]:
+def attend_in_parts(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
+) -> tuple[Tensor, Tensor]:
     """Attend a chunk with torch alone: to what is cached and to itself apart, merged by log-sum-exp.
 
     The chunk itself need not be in the pages.

@@ -27,9 +27,9 @@ class ReferenceAttention:
         for kv_head in range(num_kv_heads):
             length = int(cache.lengths[layer, kv_head])
             keys, values = _lane(cache, layer, kv_head, length + num_new)
-            # [0, length) older tokens, seen by all | [length, length + i] the chunk's own up to token i
-            visible = torch.arange(length + num_new) < length + 1 + torch.arange(num_new)[:, None]
-            hidden = ~visible.to(q.device)
+            # All older tokens are visible, and of the chunk's own those up to the query's.
+            slots = torch.arange(length + num_new, device=q.device)
+            hidden = slots > length + torch.arange(num_new, device=q.device)[:, None]
             for head in range(kv_head * group, (kv_head + 1) * group):
                 scores = (q[:, head].float() @ keys.T / head_dim**0.5).masked_fill(hidden, -torch.inf)
                 out[:, head] = (scores.softmax(-1) @ values).to(q.dtype)
@@ -47,7 +47,9 @@ class ReferenceAttention:
 
 
 def _lane(cache: SequenceCache, layer: int, kv_head: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a lane's first tokens, float32 `[num_tokens, D]`."""
     pages = cache.pages[layer, kv_head].to(cache.pool.keys.device)
-    return tuple(
+    keys, values = (
         slab[pages].flatten(0, 1)[:num_tokens].float() for slab in (cache.pool.keys, cache.pool.values)
     )
+    return keys, values

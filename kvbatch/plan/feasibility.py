@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from kvbatch.model.handle import ModelHandle
     from kvbatch.prompts.builder import PromptBuilder
 
+# The job keys that set fields of `EngineConfig` of another name.
+_JOB_KEYS = {"memory_budget_bytes": "engine.memory_budget", "step_tokens": "engine.step_tokens"}
+
 
 def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
     """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
@@ -73,6 +76,6 @@ def plan_memory(
         )
         return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
-        raise JobFileError(f"engine.memory_budget: {error}") from error
+        raise JobFileError(f"engine.memory_budget: {error.message(_JOB_KEYS)}") from error
     except ValueError as error:  # a policy that does not suit the model
         raise JobFileError(f"cache: {error}") from error

@@ -216,7 +216,6 @@ class Planner:
             replace(self._budget, capacity_pages=pool_pages),
             coefficients,
             prefix=prefix,
-            chunk_tokens=layout.config.chunk_size if compresses and layout.config.streaming else None,
             alone=self._job.engine.deterministic,
         )
 

@@ -7,6 +7,8 @@ Pure integers, no torch.
 
 from dataclasses import dataclass
 
+from kvcache.sizes.chunk_schedule import ChunkSchedule
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -30,6 +32,11 @@ class CacheLayout:
     def uncompressed(self) -> "CacheLayout":
         """The layout where nothing is compressed: this one."""
         return self
+
+    @property
+    def chunks(self) -> ChunkSchedule:
+        """The schedule of a prompt's chunks: a step may end anywhere."""
+        return ChunkSchedule()
 
     @property
     def num_lanes(self) -> int:
