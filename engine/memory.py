@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import resource
+import sys
 from pathlib import Path
 
 from engine.control_groups import memory_room
@@ -75,6 +77,21 @@ def available_bytes(device: str = "cpu") -> int:
                 available = int(line.split()[1]) * 1024
     room = memory_room()
     return available if room is None else min(available, room)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of physical memory that this process holds; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of physical memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def is_out_of_memory(error: BaseException) -> bool:

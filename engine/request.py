@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ class Request:
             context, keeps so much less of its tokens, and their positions are re-based (`engine.streaming`).
     """
 
-    request_id: int
+    request_id: Hashable
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     prefix_tokens: int = 0
@@ -99,7 +99,7 @@ class Result:
     an engine never took longer together than the engine did.
     """
 
-    request_id: int
+    request_id: Hashable
     token_ids: list[int]
     text: str
     finish_reason: FinishReason

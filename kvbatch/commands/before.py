@@ -48,14 +48,15 @@ def plan(
     as_json: bool,
 ) -> int:
     """Say what the job of JOB_FILE will do, need and take; the next run uses this plan."""
-    from kvbatch.estimate.preview import plan_job, render, to_json
+    from kvbatch.estimate.plan_text import render, to_json
+    from kvbatch.estimate.preview import plan_job
     from kvbatch.job_file.load import load_job
     from kvbatch.signals import stop_on_signals
 
     job = load_job(job_file, overrides)
     other = load_job(job_file, (*overrides, *what_if)) if what_if else None
     with stop_on_signals() as stopper:
-        view = plan_job(job, what_if=what_if, other=other, calibrate=calibrate, stopper=stopper)
+        view = plan_job(job, what_if=what_if, other=other, calibrates=calibrate, stopper=stopper)
     if as_json:
         print_json(to_json(view, price_per_hour))
     else:
@@ -80,9 +81,10 @@ def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_j
     policy, limits = job.cache.policy, _limits(job, sample=sample)
     if not policy.compresses:
         raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
-    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
-        runner.progress.start("judging")
-        rows = QualitySample(runner, limits.sample, runner.progress.advance).compare({"job": policy})
+    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
+        progress.start("judging")
+        sample = QualitySample(opened, opened.plan_memory(), limits.sample, progress)
+        rows = sample.compare({"job": policy})
     verdict = judge(rows, limits)
     if as_json:
         print_json(asdict(verdict) | {"rows": rows})
@@ -116,9 +118,9 @@ def tune(
 
     job = load_job(job_file, overrides)
     limits = _limits(job, **given)
-    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as runner:
-        runner.progress.start("judging")
-        found = tune.tune(runner, limits)
+    with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
+        progress.start("judging")
+        found = tune.tune(opened, opened.plan_memory(), limits, progress)
     if plot_file:
         tune.plot(found, plot_file)
     best = tune.cheapest(found)

@@ -80,7 +80,7 @@ def _run(
     from kvbatch.signals import stop_on_signals
 
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
-    stop_at = min((limit for limit in limits if limit[0] is not None), default=None)
+    stop_at = min(((seconds, name) for seconds, name in limits if seconds is not None), default=None)
     with told(sys.stdout) as ending:
         ending.job = load()  # before a signal is obeyed: the job says where its metrics go
         with stop_on_signals(stop_at=stop_at) as stopper:
@@ -191,7 +191,7 @@ def retry(
     overrides: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Do some rows of RUN again, in a new run that reuses the others over."""
+    """Generate some rows of RUN again, in a new run that reuses the others."""
     from kvbatch.run_dir.reuse import Reuse
 
     found = _opened(run_path)

@@ -135,7 +135,8 @@ def _model(job: Job) -> Iterator[Finding]:
     from engine.model_files import holds_weights
     from kvbatch.model.handle import open_model, resolve_device
     from kvbatch.model.source import ModelAbsent
-    from kvbatch.plan.feasibility import check_room, plan_memory
+    from kvbatch.plan.feasibility import check_room
+    from kvbatch.plan.memory_plan import plan_memory
     from kvbatch.prompts.chat import chat_template, prompt_builder
     from kvbatch.prompts.notes import prompt_notes
     from kvbatch.prompts.sampling import RowSampling
@@ -180,11 +181,9 @@ def _model(job: Job) -> Iterator[Finding]:
         yield Finding("memory", "note", f"not checked: {error}")
         return
     try:
-        config, budget = plan_memory(job, model, builder)
-        pages_bytes = budget.capacity_pages * budget.layout.page_bytes
-        text = (
-            f"{pages_bytes:,} bytes for keys and values, of {config.memory_budget_bytes:,}, on {model.device}"
-        )
+        memory = plan_memory(job, model, builder)
+        pages_bytes = memory.budget.capacity_pages * memory.budget.layout.page_bytes
+        text = f"{pages_bytes:,} bytes for keys and values, of {memory.budget_bytes:,}, on {model.device}"
         yield Finding("memory", "ok", text)
     except KvbatchError as error:
         yield _error("memory", error)

@@ -5,7 +5,7 @@ in the job, and once into the full cache, which is asked how likely it holds eac
 of several questions or parts one is sampled, by the seed, so that each has its rows.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,14 @@ from kvbatch.atomic_file import write_table
 from kvbatch.errors import InputError, JobFileError
 from kvbatch.estimate.sample import sample_requests
 from kvbatch.job_file.sections import QualityGuardSection
+from kvbatch.progress.display import Progress
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.text import counted
 
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig, Request
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.opened_job import OpenedJob
+    from kvbatch.plan.memory_plan import MemoryPlan
     from kvcache.config import KVCacheConfig
 
 SCHEMA = pa.schema(
@@ -93,11 +95,15 @@ def judge(rows: Iterable[Mapping[str, Any]], limits: QualityGuardSection) -> Ver
     )
 
 
-def guard_run(runner: "JobRunner", run: RunDirectory) -> Verdict:
+def guard_run(
+    opened: "OpenedJob",
+    memory: "MemoryPlan",
+    limits: QualityGuardSection,
+    run: RunDirectory,
+    progress: Progress,
+) -> Verdict:
     """Compare a job's cache with the full one, and write down what was found; raises as `QualitySample`."""
-    limits = runner.job.quality_guard
-    sample = QualitySample(runner, limits.sample, runner.progress.advance)
-    rows = sample.compare({"job": runner.job.cache.policy})
+    rows = QualitySample(opened, memory, limits.sample, progress).compare({"job": opened.job.cache.policy})
     write_table(pa.Table.from_pylist(rows, SCHEMA), run.quality)
     return judge(rows, limits)
 
@@ -106,24 +112,23 @@ class QualitySample:
     """A seeded sample of a job's rows that run, and the model to compare policies on.
 
     Args:
-        runner: the opened job.
+        opened: the job.
+        memory: how it divides its memory.
         size: rows; fewer if the corpus has fewer.
-        on_row: told of each row when all policies have answered it.
+        progress: shows each row that all policies have answered.
 
     Raises:
         InputError: No row of the corpus can run.
         ModelUnavailable: The weights cannot be loaded.
     """
 
-    def __init__(
-        self, runner: "JobRunner", size: int, on_row: Callable[[int, int], None] = lambda r, t: None
-    ):
-        self._runner, self._on_row = runner, on_row
-        self._requests = sample_requests(runner, size)
+    def __init__(self, opened: "OpenedJob", memory: "MemoryPlan", size: int, progress: Progress):
+        self._opened, self._memory, self._progress = opened, memory, progress
+        self._requests = sample_requests(opened, size)
         if not self._requests:
             raise InputError("no row of the corpus can run in the full cache: nothing to compare caches on")
-        self._decoder = runner.model.decoder
-        runner.progress.expect(len(self._requests))
+        self._decoder = opened.model.decoder
+        progress.expect(len(self._requests))
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -142,7 +147,7 @@ class QualitySample:
         rows = []
         for row_id, request in self._requests:
             rows += _compare_row(row_id, request, full, engines)
-            self._on_row(1, len(request.prompt_token_ids))
+            self._progress.advance(1, len(request.prompt_token_ids))
         return rows
 
     def _engine(self, policy: "KVCacheConfig", requests: Sequence["Request"]) -> "LLM":
@@ -153,7 +158,7 @@ class QualitySample:
 
         # Guesses would come and go with the machine's load, and with them the last digits.
         config: EngineConfig = replace(
-            self._runner.engine_config, cache=policy, max_sequences=1, prompt_lookup=False
+            self._memory.engine_config, cache=policy, max_sequences=1, prompt_lookup=False
         )
         try:
             layout = cache_layout(self._decoder.config, config, self._decoder.dtype.itemsize)
@@ -163,7 +168,7 @@ class QualitySample:
                 for r in requests
             )
             return LLM(
-                self._decoder, replace(config, pool_pages=pages), Detokenizer(self._runner.model.tokenizer)
+                self._decoder, replace(config, pool_pages=pages), Detokenizer(self._opened.model.tokenizer)
             )
         except ValueError as error:  # a policy that does not suit the model, a budget that is too small
             raise JobFileError(f"cache {policy.compress_method}: {error}") from error

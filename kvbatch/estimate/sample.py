@@ -7,26 +7,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine import Request
     from kvbatch.corpus import Document
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.opened_job import OpenedJob
     from kvbatch.prompts.long_document import LongDocuments
 
 
-def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"]]:
+def sample_requests(opened: "OpenedJob", size: int) -> list[tuple[str, "Request"]]:
     """Return ids and requests of rows that run: those whose ids have the smallest hash, whatever their order."""
-    from kvbatch.prompts.long_document import LongDocuments
-
-    job, kept = runner.job, []
-    prompts = LongDocuments(
-        runner.builder, job, runner.model.config.max_context - job.generation.max_new_tokens
-    )
-    for number, document in enumerate(runner.corpus.documents()):
+    job, prompts = opened.job, opened.long_documents()
+    kept: list[tuple[int, int, str, Request]] = []
+    for number, document in enumerate(opened.corpus.documents()):
         if document.status != "ok":
             continue
         key = hashlib.sha256(f"{job.generation.seed}:quality:{document.row_id}".encode()).digest()
         rank = -int.from_bytes(key[:8], "big")  # the heap's smallest goes first
         if len(kept) == size and rank <= kept[0][0]:
             continue
-        request = _request(runner, prompts, document, int.from_bytes(key[8:16], "big"))
+        request = _request(opened, prompts, document, int.from_bytes(key[8:16], "big"))
         if request:
             heapq.heappush(kept, (rank, -number, str(document.row_id), request))
             if len(kept) > size:
@@ -35,7 +31,7 @@ def sample_requests(runner: "JobRunner", size: int) -> list[tuple[str, "Request"
 
 
 def _request(
-    runner: "JobRunner", prompts: "LongDocuments", document: "Document", choice: int
+    opened: "OpenedJob", prompts: "LongDocuments", document: "Document", choice: int
 ) -> "Request | None":
     """Return a row's request, or one of several, of some part and question; None if the full cache cannot hold it."""
     from engine import Request
@@ -44,7 +40,8 @@ def _request(
     if not prompt.runs or prompt.outcome == "streamed":
         return None
     row_id = str(document.row_id)
-    sampling = runner.sampling.params(row_id, prompt.sampling)
+    sampling = opened.sampling.params(row_id, prompt.sampling)
     chosen = prompt.requests[choice % len(prompt.requests)]
-    constraint = runner.answers and runner.answers.constraint
-    return Request(0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), constraint)
+    return Request(
+        0, chosen.token_ids, sampling, chosen.prefix_tokens, tuple(chosen.probe_ids), opened.constraint
+    )

@@ -13,8 +13,9 @@ from kvbatch.text import digest
 from kvcache.user_cache import user_cache
 
 if TYPE_CHECKING:
+    from engine import EngineConfig
     from engine.forecast import SpeedFit
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.opened_job import OpenedJob
 
 MIN_STEPS = 20  # of a run: fewer tell too little of five coefficients
 
@@ -28,7 +29,13 @@ class Speed:
     num_steps: int
 
 
-def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps: int = MIN_STEPS) -> None:
+def keep_speed(
+    opened: "OpenedJob",
+    config: "EngineConfig",
+    fit: "SpeedFit",
+    running_s: float,
+    min_steps: int = MIN_STEPS,
+) -> None:
     """Keep what steps tell of the speed, unless there were too few of them.
 
     A cache that cannot be written costs an estimate, nothing else.
@@ -37,27 +44,26 @@ def keep_speed(runner: "JobRunner", fit: "SpeedFit", running_s: float, min_steps
         return
     speed = Speed(fit.coefficients(), max(1.0, running_s / fit.steps_s), fit.num_steps)
     with contextlib.suppress(OutputError, FileNotFoundError):
-        write_json(_path(runner), asdict(speed))
+        write_json(_path(opened, config), asdict(speed))
 
 
-def known_speed(runner: "JobRunner") -> Speed | None:
-    """Return what is known of the speed of this model, here, under the job's policy."""
+def known_speed(opened: "OpenedJob", config: "EngineConfig") -> Speed | None:
+    """Return what is known of the speed of this model, here, under an engine's configuration."""
     try:
-        found = json.loads(_path(runner).read_text(encoding="utf-8"))
+        found = json.loads(_path(opened, config).read_text(encoding="utf-8"))
         return Speed(tuple(found["coefficients"]), found["overhead"], found["num_steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _path(runner: "JobRunner") -> Path:
+def _path(opened: "OpenedJob", config: "EngineConfig") -> Path:
     import torch
 
-    config = runner.engine_config
     what = {
-        "model": runner.model.revision,
-        "dtype": str(runner.model.dtype),
-        "weight_quant": runner.job.model.weight_quant,
-        "device": runner.model.device,
+        "model": opened.model.revision,
+        "dtype": str(opened.model.dtype),
+        "weight_quant": opened.job.model.weight_quant,
+        "device": opened.model.device,
         "machine": f"{platform.node()} {platform.processor()} {platform.machine()}",
         "threads": torch.get_num_threads(),
         "cache": asdict(config.cache),

@@ -11,7 +11,9 @@ from kvbatch.job_file.sections import CacheSection, QualityGuardSection
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.opened_job import OpenedJob
+    from kvbatch.plan.memory_plan import MemoryPlan
+    from kvbatch.progress.display import Progress
 
 # What a job file may say of how much is kept; a candidate says it in their place, and the job's other keys stay.
 _KEPT_KEYS = ("preset", "compress_method", "keep_ratio", "quant_bits", "tiers")
@@ -37,15 +39,17 @@ class Candidate:
     verdict: Verdict
 
 
-def tune(runner: "JobRunner", limits: QualityGuardSection) -> list[Candidate]:
+def tune(
+    opened: "OpenedJob", memory: "MemoryPlan", limits: QualityGuardSection, progress: "Progress"
+) -> list[Candidate]:
     """Compare all candidates on a sample; return them, dearest first.
 
     Raises:
         KvbatchError: As `QualitySample`.
     """
-    others = runner.job.cache.model_dump(exclude_none=True, exclude=set(_KEPT_KEYS))
+    others = opened.job.cache.model_dump(exclude_none=True, exclude=set(_KEPT_KEYS))
     sections = {name: {**keys, **others} for name, keys in CANDIDATES.items()}
-    sample = QualitySample(runner, limits.sample, runner.progress.advance)
+    sample = QualitySample(opened, memory, limits.sample, progress)
     rows = sample.compare({name: CacheSection(**keys).policy for name, keys in sections.items()})
     found = [
         Candidate(name, keys, judge((row for row in rows if row["policy"] == name), limits))
@@ -86,6 +90,6 @@ def plot(candidates: Sequence[Candidate], path: Path) -> None:
     points = [
         Point(c.name, c.verdict.kv_kept_ratio, c.verdict.kl, c.verdict.holds)
         for c in candidates
-        if c.verdict.kl is not None
+        if c.verdict.kl is not None and c.verdict.kv_kept_ratio is not None
     ]
     draw_frontier(points, path, full="full cache")

@@ -62,7 +62,7 @@ class InputSection(Section):
     """What becomes of a file that cannot be read to its end: it ends the job before the model loads, or it is left out
     as a whole and named."""
     incremental: bool = False
-    """Do the rows that are new or changed, and reuse the others over from the last run."""
+    """Do the rows that are new or changed, and reuse the answers of the others from the last run."""
 
     @property
     def paths(self) -> tuple[str, ...]:

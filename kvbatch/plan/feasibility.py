@@ -7,16 +7,10 @@ from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import Job
 
 if TYPE_CHECKING:
-    from engine import EngineConfig
-    from engine.budget import Budget
-    from kvbatch.model.handle import ModelHandle
-    from kvbatch.prompts.builder import PromptBuilder
-
-# The job keys that set fields of `EngineConfig` of another name.
-_JOB_KEYS = {"memory_budget_bytes": "engine.memory_budget", "step_tokens": "engine.step_tokens"}
+    from kvbatch.prompts.chat import Prompts
 
 
-def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
+def check_room(job: Job, builder: "Prompts", context: int) -> None:
     """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
 
     Raises:
@@ -45,37 +39,3 @@ def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
                 raise JobFileError(
                     f"{key} uses {{{name}}}, which the input does not have: {', '.join(names)}"
                 )
-
-
-def plan_memory(
-    job: Job, model: "ModelHandle", builder: "PromptBuilder", known_bytes: int | None = None
-) -> tuple["EngineConfig", "Budget"]:
-    """Return the engine's configuration and what it makes of the memory: so many bytes, or as the job says.
-
-    Raises:
-        JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
-    """
-    from engine import EngineConfig
-    from engine.budget import divide_budget
-    from engine.errors import BudgetError
-    from engine.head_calibration import calibration_text
-    from engine.memory import resolve_budget
-    from kvbatch.prompts.builder import REPEAT
-
-    try:
-        config = EngineConfig(
-            memory_budget_bytes=known_bytes
-            or resolve_budget(job.engine.memory_budget, model.device, reserved_bytes=model.weight_bytes),
-            step_tokens=job.engine.step_tokens,
-            max_sequences=job.engine.max_sequences,
-            cache=job.cache.policy,
-            repeat_token_ids=tuple(builder.markup(REPEAT)),
-            calibration_token_ids=tuple(builder.markup(calibration_text())),
-            prompt_lookup=job.engine.prompt_lookup,
-            deterministic=job.engine.deterministic,
-        )
-        return config, divide_budget(model.config, config, model.dtype.itemsize, model.device)
-    except BudgetError as error:
-        raise JobFileError(f"engine.memory_budget: {error.message(_JOB_KEYS)}") from error
-    except ValueError as error:  # a policy that does not suit the model
-        raise JobFileError(f"cache: {error}") from error

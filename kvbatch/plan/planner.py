@@ -6,12 +6,12 @@ schedule: the run takes the plan's shards, and submits rows in its order.
 """
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,18 @@ from kvbatch.atomic_file import described_file, write_table
 from kvbatch.job_file.sections import Job
 from kvbatch.plan.row_memory import RowNeed, row_need
 from kvbatch.plan.unique_ids import UniqueIds
-from kvbatch.prompts.builder import Prompt, PromptBuilder
+from kvbatch.prompts.builder import Outcome, Prompt
 from kvbatch.prompts.long_document import LongDocuments
-from kvbatch.run_dir.plan_file import BIN_SCHEMA, PLAN_SCHEMA, PlanSummary, bounded_windows
+from kvbatch.run_dir.plan_file import (
+    BIN_SCHEMA,
+    PLAN_SCHEMA,
+    PlanRow,
+    PlanSummary,
+    bounded_windows,
+    plan_table,
+)
 from kvbatch.run_dir.row_hash import prompt_content, row_line
+from kvcache.sizes.compressed import CompressedLayout
 from kvcache.sizes.expected import expected_pages
 
 if TYPE_CHECKING:
@@ -44,35 +52,32 @@ class Planner:
 
     Args:
         job: the job.
-        builder: makes prompts.
+        documents: makes the prompts of its rows.
         budget: pages and rows that may be held at once.
-        max_context: positions the model has.
-        earlier: rows that need not be done again.
+        previous: rows that need not be generated again.
         known_tokens: prompt tokens by content, of rows that fitted in an earlier plan: they are not tokenized again.
     """
 
     def __init__(
         self,
         job: Job,
-        builder: PromptBuilder,
+        documents: LongDocuments,
         budget: "Budget",
-        max_context: int,
-        earlier: "PreviousRows | None" = None,
+        previous: "PreviousRows | None" = None,
         known_tokens: Mapping[str, int] | None = None,
     ):
         self._job = job
         self._known_tokens = known_tokens or {}
-        self._earlier = earlier
+        self._previous = previous
         self._prompt_columns = sorted({name for names in job.prompt_columns.values() for name in names})
-        self._builder = builder
         self._budget = budget
-        self._prompts = LongDocuments(builder, job, max_context - job.generation.max_new_tokens)
+        self._prompts = documents
         self._needs: dict[
             int, tuple[Any, RowNeed]
         ] = {}  # prefix and need of the window's rows, by their index
         self.summary = PlanSummary()
         self.files: dict[str, dict[str, Any]] = {}  # what describes the files that were written
-        self._fullest_rows: list[dict[str, Any]] = []  # from the fullest bin on, in order
+        self._fullest_rows: list[PlanRow] = []  # from the fullest bin on, in order
         self._hashes: dict[str, Any] = {}
         self._ids = UniqueIds()
         # columns of integers, as there may be a bin a row
@@ -99,9 +104,9 @@ class Planner:
             for window in bounded_windows(documents, self._job.output.shard_rows):
                 rows = self.plan_window(window, on_rows)
                 window.clear()  # before the next one is read
-                writer.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA), row_group_size=len(rows))
-        if self._earlier:
-            self._earlier.check_met()
+                writer.write_table(plan_table(rows), row_group_size=len(rows))
+        if self._previous:
+            self._previous.check_met()
         summary = self.summary
         summary.text_hashes = {file: digest.hexdigest() for file, digest in self._hashes.items()}
         efficiency = [num_bytes / summary.pool_bytes for num_bytes in self._bins["predicted_kv_bytes"]]
@@ -113,65 +118,67 @@ class Planner:
 
     def plan_window(
         self, documents: Sequence["Document"], on_rows: Callable[[int, int], None] = lambda r, t: None
-    ) -> list[dict[str, Any]]:
+    ) -> list[PlanRow]:
         """Plan the rows of the next shard, in input order."""
         summary = self.summary
         shard, first = summary.num_shards, summary.num_rows
         rows = [self._row(first + i, shard, document) for i, document in enumerate(documents)]
         self._refuse_repeated(rows)
-        if self._earlier:
-            self._reuse(rows, self._earlier)
-        to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row["status"] == "ok"]
+        if self._previous:
+            self._reuse(rows, self._previous)
+        to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row.status == "ok"]
         unknown = []
         for row, document in to_judge:
-            count = self._known_tokens.get(row["content"])
+            count = self._known_tokens.get(row.content or "")
             if count is None or count > self._prompts.max_prompt_tokens:
                 unknown.append((row, document))
             else:
-                self._judge(row, Prompt([], count, len(self._builder.prefix_ids)), (count,))
+                self._judge(row, Prompt([], count, self._prompts.prefix_tokens), (count,))
                 on_rows(1, count)
         for batch in _text_batches(unknown):
             prompts = self._prompts.build_batch([document for _, document in batch])
             for (row, _), prompt in zip(batch, prompts, strict=True):
                 self._judge(row, prompt, prompt.part_tokens)
-            on_rows(len(batch), sum(row["prompt_tokens"] or 0 for row, _ in batch))
+            on_rows(len(batch), sum(row.prompt_tokens or 0 for row, _ in batch))
         on_rows(len(rows) - len(to_judge), 0)
         self._pack(rows)
         self._count(rows)
         return rows
 
-    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _count(self, rows: Sequence[PlanRow]) -> None:
         """Count the rows of a shard that is planned."""
         summary = self.summary
         summary.num_shards += 1
         summary.num_rows += len(rows)
-        summary.num_reused += sum(row["status"] == "reused" for row in rows)
+        summary.num_reused += sum(row.status == "reused" for row in rows)
         for row in rows:
-            name = row["outcome"] or row["status"]
+            name = row.outcome or row.status
             summary.outcomes[name] = summary.outcomes.get(name, 0) + 1
 
-    def replan(self, shards: Iterable[list[dict[str, Any]]]) -> PlanSummary:
+    def replan(self, shards: Iterable[list[PlanRow]]) -> PlanSummary:
         """Return what another plan's rows would come to under this job: their prompts are the same, their bytes not."""
         summary = self.summary
         for rows in shards:
             for row in rows:
-                if row["status"] == "ok" or row["error_code"] == "over_budget":
-                    row["status"] = "ok"
-                    part_tokens, reduce_tokens = row["part_tokens"], row["reduce_tokens"]
-                    outcome = "truncated" if row["dropped_tokens"] else "split" if reduce_tokens else "fits"
+                if row.status == "ok" or row.error_code == "over_budget":
+                    row.status = "ok"
+                    part_tokens, reduce_tokens = row.part_tokens, row.reduce_tokens
+                    outcome: Outcome = (
+                        "truncated" if row.dropped_tokens else "split" if reduce_tokens else "fits"
+                    )
                     if max(part_tokens) > self._prompts.max_prompt_tokens:
                         outcome = "streamed"
-                    prefix = len(self._builder.prefix_ids)
+                    prefix = self._prompts.prefix_tokens
                     self._judge(
                         row,
                         Prompt(
                             [],
-                            row["prompt_tokens"],
+                            row.prompt_tokens,
                             prefix,
-                            row["dropped_tokens"],
-                            row["truncation_side"],
+                            row.dropped_tokens,
+                            row.truncation_side,
                             outcome,
-                            sampling={"max_new_tokens": row["max_new_tokens"]},
+                            sampling={"max_new_tokens": row.max_new_tokens},
                             reduce_tokens=reduce_tokens,
                         ),
                         part_tokens,
@@ -183,7 +190,7 @@ class Planner:
 
     def forecast(
         self,
-        rows: Iterable[dict[str, Any]],
+        rows: Iterable[PlanRow],
         pool_pages: int,
         answer_tokens: int | None = None,
         coefficients: Sequence[float] = (0.0,) * NUM_PARTS,
@@ -195,17 +202,16 @@ class Planner:
             coefficients: see `engine.forecast.forecast`.
         """
         layout, prefix = self._budget.layout, None
-        compresses = layout is not layout.uncompressed
         shapes = [
-            self._prompts.shape(
-                row["outcome"], row["part_tokens"], row["reduce_tokens"], row["max_new_tokens"]
-            )
+            self._prompts.shape(row.outcome, row.part_tokens, row.reduce_tokens, row.max_new_tokens)
             for row in rows
         ]
         if shared := max((shape.prefix_tokens for shape in shapes), default=0):
-            pages_after = partial(expected_pages, layout, None) if compresses else None
+            pages_after = (
+                partial(expected_pages, layout, None) if isinstance(layout, CompressedLayout) else None
+            )
             prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
-        most_tokens = inf if answer_tokens is None else answer_tokens
+        most_tokens = sys.maxsize if answer_tokens is None else answer_tokens
         requests = (
             request
             for shape in shapes
@@ -228,41 +234,41 @@ class Planner:
             found = self.forecast(self._fullest_rows, summary.peak_pages)
             summary.predicted_kv_peak_bytes = found.peak_pages * layout.page_bytes
 
-    def _row(self, index: int, shard: int, document: "Document") -> dict[str, Any]:
-        row = dict.fromkeys(PLAN_SCHEMA.names)
-        row |= {
-            "index": index,
-            "shard": shard,
-            "file": document.file,
-            "row": document.row,
-            "sha1": document.sha1,
-        }
-        row |= {"row_id": str(document.row_id), "status": document.status}
+    def _row(self, index: int, shard: int, document: "Document") -> PlanRow:
         message = document.error_message and self._job.environment.hide(document.error_message)
-        row |= {"error_code": document.error_code, "error_message": message}
-        row["content"] = prompt_content(document, self._prompt_columns)
         digest = self._hashes.setdefault(document.file, hashlib.sha256())
         digest.update(row_line(document))
-        return row
+        return PlanRow(
+            index=index,
+            file=document.file,
+            row=document.row,
+            row_id=str(document.row_id),
+            sha1=document.sha1,
+            content=prompt_content(document, self._prompt_columns),
+            status=document.status,
+            error_code=document.error_code,
+            error_message=message,
+            shard=shard,
+        )
 
-    def _refuse_repeated(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _refuse_repeated(self, rows: Sequence[PlanRow]) -> None:
         """Reject rows whose id an earlier one has: the first keeps it, whatever becomes of that row."""
-        for row, is_repeated in zip(rows, self._ids.repeated([row["row_id"] for row in rows]), strict=True):
-            if is_repeated and row["status"] == "ok":
-                row["status"], row["error_code"] = "rejected", "duplicate_id"
-                row["error_message"] = (
-                    f"{row['file']}:{row['row']}: an earlier row has the id {row['row_id']!r}; "
+        for row, is_repeated in zip(rows, self._ids.repeated([row.row_id for row in rows]), strict=True):
+            if is_repeated and row.status == "ok":
+                row.status, row.error_code = "rejected", "duplicate_id"
+                row.error_message = (
+                    f"{row.file}:{row.row}: an earlier row has the id {row.row_id!r}; "
                     "give every row its own, or name another input.id_column"
                 )
 
-    def _reuse(self, rows: Sequence[dict[str, Any]], earlier: "PreviousRows") -> None:
+    def _reuse(self, rows: Sequence[PlanRow], previous: "PreviousRows") -> None:
         """Say of the rows that an earlier run did where it wrote them."""
         for row in rows:
-            if row["status"] == "ok" and (place := earlier.find(row["row_id"], row["content"])):
-                row["status"] = "reused"
-                row["reused_run"], row["reused_index"] = place
+            if row.status == "ok" and (place := previous.find(row.row_id, row.content)):
+                row.status = "reused"
+                row.reused_run, row.reused_index = place
 
-    def _judge(self, row: dict[str, Any], prompt: Prompt, part_tokens: Sequence[int]) -> None:
+    def _judge(self, row: PlanRow, prompt: Prompt, part_tokens: Sequence[int]) -> None:
         """Write down what will become of a row.
 
         Args:
@@ -270,45 +276,45 @@ class Planner:
             part_tokens: see `Prompt.part_tokens`.
         """
         new_tokens = prompt.sampling.get("max_new_tokens", self._job.generation.max_new_tokens)
-        row["max_new_tokens"] = new_tokens
-        row["outcome"], row["prompt_tokens"] = prompt.outcome, prompt.num_tokens
-        row["dropped_tokens"], row["truncation_side"] = prompt.dropped_tokens, prompt.truncation_side
-        row["removed_chars"] = prompt.removed_chars
+        row.max_new_tokens = new_tokens
+        row.outcome, row.prompt_tokens = prompt.outcome, prompt.num_tokens
+        row.dropped_tokens, row.truncation_side = prompt.dropped_tokens, prompt.truncation_side
+        row.removed_chars = prompt.removed_chars
         message = prompt.message
         if prompt.runs:
             page_bytes = self._budget.layout.page_bytes
             shape = self._prompts.shape(prompt.outcome, part_tokens, prompt.reduce_tokens, new_tokens)
             need = row_need(shape, self._budget)
-            row["parts"], row["part_tokens"] = len(part_tokens), list(part_tokens)
-            row["reduce_tokens"] = prompt.reduce_tokens
-            row["predicted_kv_bytes"] = need.num_pages * page_bytes
-            row["predicted_kv_full_bytes"] = need.full_bytes
-            self._needs[row["index"]] = (shape.prefix_tokens, shape.prefix_kind), need
+            row.parts, row.part_tokens = len(part_tokens), list(part_tokens)
+            row.reduce_tokens = prompt.reduce_tokens
+            row.predicted_kv_bytes = need.num_pages * page_bytes
+            row.predicted_kv_full_bytes = need.full_bytes
+            self._needs[row.index] = (shape.prefix_tokens, shape.prefix_kind), need
             if need.least_pages > self._budget.capacity_pages:
-                row["outcome"] = "over_budget"
+                row.outcome = "over_budget"
                 message = (
                     f"{need.largest_tokens:,} prompt tokens and up to {new_tokens:,} new ones "
                     f"need {need.least_pages * page_bytes:,} bytes of KV cache, "
                     f"engine.memory_budget leaves {self._budget.capacity_pages * page_bytes:,}"
                 )
-        if not prompt.runs or row["outcome"] == "over_budget":
-            row["status"], row["error_code"], row["error_message"] = "error", row["outcome"], message
+        if not prompt.runs or row.outcome == "over_budget":
+            row.status, row.error_code, row.error_message = "error", row.outcome, message
 
-    def _pack(self, rows: list[dict[str, Any]]) -> None:
+    def _pack(self, rows: list[PlanRow]) -> None:
         """Give the rows that run their bin and their order."""
         summary, layout = self.summary, self._budget.layout
         items = []
         for i, row in enumerate(rows):
-            if row["status"] == "ok":
-                prefix, need = self._needs[row["index"]]
+            if row.status == "ok":
+                prefix, need = self._needs[row.index]
                 items.append(PackItem(i, need.num_pages, prefix, need.prefix_pages, need.num_sequences))
         self._needs.clear()
         order, fullest = 0, summary.peak_pages
         for found in pack(items, self._budget.capacity_pages, self._budget.max_sequences):
             for i in found.indices:
-                rows[i]["bin"], rows[i]["order"] = summary.num_bins, order
+                rows[i].bin, rows[i].order = summary.num_bins, order
                 order += 1
-            tokens = sum(rows[i]["prompt_tokens"] for i in found.indices)
+            tokens = sum(rows[i].prompt_tokens for i in found.indices)
             num_bytes = found.num_pages * layout.page_bytes
             facts = (summary.num_bins, summary.num_shards, len(found.indices), tokens, num_bytes)
             for column, fact in zip(self._bins.values(), facts, strict=True):
@@ -316,24 +322,24 @@ class Planner:
             summary.num_bins += 1
             summary.bins_kv_bytes += num_bytes
             summary.prompt_tokens += tokens
-            summary.dropped_tokens += sum(rows[i]["dropped_tokens"] for i in found.indices)
-            summary.kv_bytes += sum(rows[i]["predicted_kv_bytes"] for i in found.indices)
-            summary.kv_full_bytes += sum(rows[i]["predicted_kv_full_bytes"] for i in found.indices)
+            summary.dropped_tokens += sum(rows[i].dropped_tokens for i in found.indices)
+            summary.kv_bytes += sum(rows[i].predicted_kv_bytes for i in found.indices)
+            summary.kv_full_bytes += sum(rows[i].predicted_kv_full_bytes for i in found.indices)
             summary.num_running += len(found.indices)
             if found.num_pages > summary.peak_pages:
-                summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]]["index"]
+                summary.peak_pages, summary.peak_row = found.num_pages, rows[found.indices[0]].index
                 summary.pool_bytes = num_bytes
         if summary.peak_pages > fullest:
             running = (
-                row for row in rows if row["status"] == "ok"
+                row for row in rows if row.status == "ok"
             )  # others may have the order of another budget
-            self._fullest_rows = sorted(running, key=itemgetter("order"))[:MAX_FORECAST_ROWS]
+            self._fullest_rows = sorted(running, key=attrgetter("order"))[:MAX_FORECAST_ROWS]
 
 
 def _text_batches(
-    rows: list[tuple[dict[str, Any], "Document"]],
-) -> Iterator[list[tuple[dict[str, Any], "Document"]]]:
-    batch: list[tuple[dict[str, Any], Document]] = []
+    rows: list[tuple[PlanRow, "Document"]],
+) -> Iterator[list[tuple[PlanRow, "Document"]]]:
+    batch: list[tuple[PlanRow, Document]] = []
     chars = 0
     for row in rows:
         batch.append(row)

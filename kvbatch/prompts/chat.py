@@ -144,3 +144,6 @@ class ChatPromptBuilder:
         for index, part in zip(parts[1::2], parts[2::2], strict=True):
             frame += [int(index), self.tokens.markup(part)]
         return frame
+
+
+Prompts = PromptBuilder | ChatPromptBuilder

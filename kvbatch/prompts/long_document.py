@@ -55,6 +55,11 @@ class LongDocuments:
                     f"{max_prompt_tokens:,} that the model's context leaves; lower cache.delay or cache.chunk_size"
                 )
 
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that begin every prompt."""
+        return len(self._builder.prefix_ids)
+
     def _prepare_split(self, template: str) -> None:
         section = self._section
         self._parts = self._builder.with_template(section.part_prompt or template)

@@ -1,0 +1,18 @@
+"""A run: its session, shard loop and shards. Imports: every room below it."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallableRoom(ModuleType):
+    """Let `kvbatch.run(job)` run a job, though `kvbatch.run` is also the package of the modules that do it."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Run a job; see `kvbatch.run.api.run`."""
+        from kvbatch.run.api import run
+
+        return run(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableRoom

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvbatch.errors import KvbatchError, fault, is_fault
+from kvbatch.corpus import Corpus
+from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
 from kvbatch.job_file.environment import hiding
 from kvbatch.job_file.sections import Job
-from kvbatch.opened_job import JobRunner, input_spec, load_llm, make_progress
+from kvbatch.opened_job import OpenedJob, choose_rows, input_spec, make_progress, open_job
 from kvbatch.progress.display import Progress
+from kvbatch.run_dir.continuation import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
 from kvbatch.run_dir.event_log import RunLog, write_heartbeat
 from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
 from kvbatch.run_dir.manifest import (
@@ -31,12 +33,14 @@ from kvbatch.run_dir.manifest import (
 )
 from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
+from kvbatch.run_dir.verify import find_problems
 from kvbatch.signals import Stopper
 
 if TYPE_CHECKING:
     from engine import LLM, EngineConfig
     from kvbatch.corpus import Corpus
     from kvbatch.model.handle import ModelHandle
+    from kvbatch.run.session import RunSession
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,11 @@ def run_job(
         stopper: holds signals back while a shard is written.
         on_run: told the run directory once there is one.
         origin: what a new run's manifest says of the command that began it.
-        make_llm: makes the engine; by default the model is loaded into it.
+        make_llm: makes the engine of a model; by default its weights are loaded.
 
     Raises:
         KvbatchError: With the exit code of what went wrong.
     """
-    from kvbatch.corpus import Corpus
-    from kvbatch.run_dir.verify import find_problems
-
     started_s = time.monotonic()
     with hiding(job):
         corpus = Corpus(input_spec(job))
@@ -96,40 +97,54 @@ def run_job(
         for problem in damage:
             progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
+        stopper = stopper or Stopper()
         earlier = resume or done or (None if new_run or reuse else find_unfinished_run(job))
         kept = precision_to_keep(job, earlier, reuse, new_run=new_run)
-        runner = JobRunner(job, corpus, progress, stopper or Stopper(), make_llm or load_llm, earlier, kept)
-        runner.check_lock = lock.check
-        if earlier and not runner.may_continue(earlier, insists=resume is not None):
-            earlier = None
-        if earlier:
+        opened = open_job(job, corpus, progress, stopper, earlier=earlier, kept=kept)
+
+        def session(opened: OpenedJob, known_bytes: int | None) -> "RunSession":
+            from kvbatch.run.session import RunSession
+
+            memory = opened.plan_memory(known_bytes=known_bytes)
+            return RunSession(opened, memory, progress, stopper, lock.check, make_llm or load_llm)
+
+        insists = resume is not None
+        if earlier and can_continue(earlier, job, opened.fingerprint, opened.inputs, insists=insists):
             run = earlier
-            runner.divide_budget(run)
+            running = session(_with_plan_of(run, opened), kept_budget_bytes(run, job))
             if not resume:
                 point_latest(home, run.run_id)
             on_run(run)
             with _recorded(run, job, progress, lock) as log:
-                prepared = runner.prepare(run, log)
+                prepared = running.prepare(run, log)
         else:
-            runner.choose_rows(reuse, new_run)
-            runner.manifest |= {"number": next_number(home)} | dict(origin or {})
-            planned = runner.find_plan()
-            if not planned:
+            opened, reuse = choose_rows(opened, reuse, progress.note, earlier=earlier, new_run=new_run)
+            planned = find_plan(job, opened.fingerprint, opened.inputs, reuse)
+            if planned:
+                running = session(_with_plan_of(planned, opened), kept_budget_bytes(planned, job))
+            else:
                 corpus.check_selects()
-            runner.divide_budget(planned)
+                running = session(opened, None)
+            manifest = running.opened.manifest(running.memory, reuse) | {"number": next_number(home)}
             with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
-                describe_directory(draft, job, runner.manifest)
+                describe_directory(draft, running.opened.job, manifest | dict(origin or {}))
                 if planned:
                     adopt_plan(planned, draft)
                 with _recorded(draft, job, progress, lock, is_kept=False) as log:
-                    prepared = runner.prepare(draft, log)
-                with runner.stopper.shield():
+                    prepared = running.prepare(draft, log)
+                with stopper.shield():
                     run = publish(draft)
                     point_latest(home, run.run_id)
             on_run(run)
         with _recorded(run, job, progress, lock) as log:
-            runner.run(run, log, *prepared, started_s)
+            running.run(run, log, prepared, started_s)
     return RunOutcome(run, is_new=True)
+
+
+def _with_plan_of(run: RunDirectory, opened: OpenedJob) -> OpenedJob:
+    """Return the job with the shard size of a run's plan, if the run has one."""
+    shard_rows = kept_shard_rows(run)
+    return opened if shard_rows is None else opened.with_shard_rows(shard_rows)
 
 
 @contextmanager
@@ -146,7 +161,12 @@ def _recorded(
         OutputError: The log cannot be opened.
     """
     log = RunLog(run.log, job.environment.hide)
-    progress.beat = lambda phase, **values: lock.is_held and write_heartbeat(run.heartbeat, phase, **values)
+
+    def beat(phase: str, **values: Any) -> None:
+        if lock.is_held:
+            write_heartbeat(run.heartbeat, phase, **values)
+
+    progress.beat = beat
     try:
         yield log
     except BaseException as error:
@@ -174,3 +194,28 @@ def _done_run(
         return None
     done = find_same_run(job, corpus.files)
     return done or (find_run_of_same_rows(job, corpus) if job.input.incremental else None)
+
+
+def load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":
+    """Load a model into an engine.
+
+    Raises:
+        ModelUnavailable: The engine cannot be made of it, or its memory cannot be had.
+    """
+    from engine import LLM
+    from engine.detokenizer import Detokenizer
+    from engine.errors import EngineError
+    from engine.memory import is_out_of_memory
+
+    decoder = model.decoder
+    try:
+        return LLM(decoder, config, Detokenizer(model.tokenizer))
+    except EngineError as error:
+        raise ModelUnavailable(f"model {model.section.name}: {error}") from error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelUnavailable(
+            f"the memory for keys and values cannot be had on {model.device} ({error}); give "
+            "engine.memory_budget less"
+        ) from error

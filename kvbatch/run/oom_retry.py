@@ -4,7 +4,7 @@ The rows that ran at that moment are redone, on one rung after the other, until 
 as many rows, one row alone. A row that does not fit alone is given up. Rows after them begin with all there is again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine import Request, Result
@@ -31,7 +31,7 @@ class OomRetry:
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Result, tuple[str, ...]]]:
         """Yield every result with what was done before because memory ran out; takes what `LLM.generate` takes."""
-        running: dict[int, Request] = {}
+        running: dict[Hashable, Request] = {}
         source = _noted(requests, running)
         while True:
             problem = None
@@ -66,7 +66,7 @@ class OomRetry:
             release_memory()
             self._on_step(RUNGS[rung], group)
             left = {request.request_id: request for request in group}
-            problem = None
+            message: str | None = None
             try:
                 with self._llm.limited(_STEP_RATIO, max_sequences):
                     for result in self._llm.generate(group):
@@ -75,12 +75,12 @@ class OomRetry:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                problem = str(error)
-            if problem is not None:
-                yield from self._redo(list(left.values()), rung + 1, problem)
+                message = str(error)
+            if message is not None:
+                yield from self._redo(list(left.values()), rung + 1, message)
 
 
-def _noted(requests: Iterable[Request | None], running: dict[int, Request]) -> Iterator[Request | None]:
+def _noted(requests: Iterable[Request | None], running: dict[Hashable, Request]) -> Iterator[Request | None]:
     """Pass requests on and note them.
 
     Raises:

@@ -1,17 +1,22 @@
 """What a run that is continued needs and has lost: made again where that is possible, named where it is not."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvbatch.errors import Damaged
+from kvbatch.job_file.sections import Job
+from kvbatch.opened_job import OpenedJob, write_plan
+from kvbatch.progress.display import Progress
 from kvbatch.run_dir.checked_file import file_problem
+from kvbatch.run_dir.commit import check_shard
 from kvbatch.run_dir.manifest import PLAN_FILES, RunDirectory, keep_job
 
 if TYPE_CHECKING:
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.plan.memory_plan import MemoryPlan
 
 
-def restore_files(runner: "JobRunner", run: RunDirectory) -> None:
+def restore_files(run: RunDirectory, job: Job, note: Callable[[str], None]) -> None:
     """Write the run's job again, and forget measurements that cannot be made again, where they are damaged.
 
     Raises:
@@ -22,17 +27,17 @@ def restore_files(runner: "JobRunner", run: RunDirectory) -> None:
     for name, facts in manifest.get("files", {}).items():
         problem = name not in PLAN_FILES and file_problem(run.path / name, facts, deep=True)
         if problem and name == run.job_file.name:
-            runner.progress.note(f"{run.path / name} {problem}; it is written again")
-            files[name] = keep_job(run, runner.job)
+            note(f"{run.path / name} {problem}; it is written again")
+            files[name] = keep_job(run, job)
         elif problem:
-            runner.progress.note(f"warning: {run.path / name} {problem}; the report goes without it")
+            note(f"warning: {run.path / name} {problem}; the report goes without it")
             (run.path / name).unlink(missing_ok=True)
             del files[name]
     if files != manifest.get("files", {}):
         run.write_manifest(manifest | {"files": files})
 
 
-def restore_plan(runner: "JobRunner", run: RunDirectory) -> None:
+def restore_plan(opened: OpenedJob, memory: "MemoryPlan", run: RunDirectory, progress: Progress) -> None:
     """Make the plan of a run again if it is damaged: of the same rows, job and memory comes the same plan.
 
     Raises:
@@ -46,8 +51,8 @@ def restore_plan(runner: "JobRunner", run: RunDirectory) -> None:
         problems = [None if run.plan.exists() else "is missing"]
     if not any(problems):
         return
-    runner.progress.note(f"{run.plan} or its bins are missing or damaged; the plan is made again")
-    plan, files = runner.write_plan(run)
+    progress.note(f"{run.plan} or its bins are missing or damaged; the plan is made again")
+    plan, files = write_plan(opened, memory, run, progress)
     if asdict(plan) != manifest["plan"]:
         raise Damaged(
             run.plan,
@@ -63,7 +68,5 @@ def check_whole(run: RunDirectory) -> None:
     Raises:
         Damaged: A shard does not count.
     """
-    from kvbatch.run_dir.commit import check_shard
-
     for number in range(run.read_manifest()["plan"]["num_shards"]):
         check_shard(run, number)

@@ -6,7 +6,7 @@ of them is there. Owns which requests a row has and what they add up to; knows n
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import Result
@@ -18,20 +18,40 @@ from kvbatch.run.oom_retry import DEAD_LETTER
 _WORST_FIRST = ("error", "repetition", "length", "stop")
 
 
-class RowRequests:
-    """Hold what a row's requests answered until the last one has.
+@dataclass(frozen=True, order=True)
+class RequestKey:
+    """Identify a request of a job.
 
-    A request's number is `(level * parts + place) * questions + question`: level 0 are the parts, level n the
-    requests over answers of level n - 1.
+    Args:
+        row: index of the row in the corpus.
+        level: 0 reads the document, n reads answers of level n - 1.
+        part: place of the request in its level.
+        question: place of its question among the job's.
     """
 
-    def __init__(self, document: PromptDocument, prompt: Prompt, job: Job, makers: LongDocuments):
-        self._document, self._prompt, self._makers = document, prompt, makers
+    row: int
+    level: int = 0
+    part: int = 0
+    question: int = 0
+
+
+class RowRequests:
+    """Hold the answers of a row's requests until the last request has ended.
+
+    Args:
+        row: index of the row in the corpus.
+        document: the row, as prompts see it.
+        prompt: of the row, with its parts and questions.
+        prompts: makes the prompts over partial answers.
+    """
+
+    def __init__(self, row: int, document: PromptDocument, prompt: Prompt, job: Job, prompts: LongDocuments):
+        self._row, self._document, self._prompt, self._prompts = row, document, prompt, prompts
         self.questions = job.prompt.questions
         self._keeps_parts = job.long_document.keep_parts
         self._num_questions = len(self.questions) or 1
         self._num_parts = len(prompt.parts) or 1
-        self._results: dict[int, Result] = {}
+        self._results: dict[RequestKey, Result] = {}
         self._oom_steps: tuple[str, ...] = ()
         self._level = [0] * self._num_questions
         # by question, what each place of the level says; None where it is awaited
@@ -43,41 +63,48 @@ class RowRequests:
         """Whether every request has ended."""
         return not self._num_open
 
-    def first(self) -> list[tuple[int, PromptRequest]]:
-        """Return the requests that need no answers, part by part, with their numbers."""
-        return list(enumerate(self._prompt.requests))
+    def first(self) -> list[tuple[RequestKey, PromptRequest]]:
+        """Return the requests that need no answers, part by part."""
+        keys = (
+            RequestKey(self._row, 0, part, question)
+            for part in range(self._num_parts)
+            for question in range(self._num_questions)
+        )
+        return list(zip(keys, self._prompt.requests, strict=True))
 
     def take(
-        self, number: int, result: Result, oom_steps: Sequence[str] = ()
-    ) -> list[tuple[int, PromptRequest]]:
-        """Take the result of a request; return those that it makes possible."""
-        assert number not in self._results, "a request ends once"
-        self._results[number] = result
+        self, key: RequestKey, result: Result, oom_steps: Sequence[str] = ()
+    ) -> list[tuple[RequestKey, PromptRequest]]:
+        """Take the result of a request; return the requests that it makes possible."""
+        assert key not in self._results, "a request ends once"
+        self._results[key] = result
         self._oom_steps = max(self._oom_steps, tuple(oom_steps), key=len)
         self._num_open -= 1
-        place, question = divmod(number, self._num_questions)
-        answers = self._answers[question]
+        answers = self._answers[key.question]
         if result.finish_reason != "error":
-            answers[place % self._num_parts] = result.text
+            answers[key.part] = result.text
         if len(answers) == 1 or None in answers:
             return []
-        followers = self._next_level(question)
+        followers = self._next_level(key.question)
         self._num_open += len(followers)
         return followers
 
-    def _next_level(self, question: int) -> list[tuple[int, PromptRequest]]:
+    def _next_level(self, question: int) -> list[tuple[RequestKey, PromptRequest]]:
         """Put the answers to a question together, as many at once as there is room for."""
-        before = self._answers[question]
-        prompts = self._makers.reduce(self._document, question, before)
+        before = [answer for answer in self._answers[question] if answer is not None]  # all are there
+        prompts = self._prompts.reduce(self._document, question, before)
         self._level[question] += 1
         # groups are taken in order, and a group of one is the last
         self._answers[question] = [None if prompt else before[-1] for prompt in prompts]
-        first = self._level[question] * self._num_parts
         return [
-            ((first + place) * self._num_questions + question, *prompt.requests)
-            for place, prompt in enumerate(prompts)
+            (RequestKey(self._row, self._level[question], part, question), prompt.requests[0])
+            for part, prompt in enumerate(prompts)
             if prompt
         ]
+
+    def ordinal(self, key: RequestKey) -> int:
+        """Return the place of a request among all that its row may have, from 0: each has a seed of its own."""
+        return (key.level * self._num_parts + key.part) * self._num_questions + key.question
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -120,18 +147,18 @@ class RowRequests:
         return replace(worst, text=finals[0].text, finish_reason=reason, **sums)
 
     def _final(self, question: int) -> Result:
-        """Return the result that answers a question: the last one, or one that failed."""
-        own = {n: r for n, r in self._results.items() if n % self._num_questions == question}
-        failed = [number for number, result in own.items() if result.finish_reason == "error"]
+        """Return the result that answers a question: the last one, or the first that failed."""
+        own = {key: result for key, result in self._results.items() if key.question == question}
+        failed = [key for key, result in own.items() if result.finish_reason == "error"]
         if not failed:
             return own[max(own)]
-        result, (level, place) = own[min(failed)], divmod(min(failed) // self._num_questions, self._num_parts)
+        key = min(failed)
         if self._num_parts == 1:
-            return result
-        where = (
-            f"level {level} over the parts' answers" if level else f"part {place + 1} of {self._num_parts}"
-        )
-        return replace(result, error_message=f"{where}: {result.error_message}")
+            return own[key]
+        where = f"part {key.part + 1} of {self._num_parts}"
+        if key.level:
+            where = f"level {key.level} over the parts' answers"
+        return replace(own[key], error_message=f"{where}: {own[key].error_message}")
 
     def columns(self) -> dict[str, Any]:
         """Return the output columns that count answers, and those that only rows of several parts have."""
@@ -140,17 +167,14 @@ class RowRequests:
         counts = {"kvb_n_answers": ends["stop"] + num_cut, "kvb_n_cut": num_cut}
         if self._num_parts == 1:
             return counts
-        kept = range(self._num_parts * self._num_questions) if self._keeps_parts else None
-        return counts | {
-            "kvb_n_levels": max(self._level),
-            "kvb_parts": None if kept is None else [self._part(number) for number in kept],
-        }
+        kept = [self._part(key) for key, _ in self.first()] if self._keeps_parts else None
+        return counts | {"kvb_n_levels": max(self._level), "kvb_parts": kept}
 
-    def _part(self, number: int) -> dict[str, Any]:
-        result = self._results[number]
+    def _part(self, key: RequestKey) -> dict[str, Any]:
+        result = self._results[key]
         return {
-            "part": number // self._num_questions,
-            "question": number % self._num_questions if self.questions else None,
+            "part": key.part,
+            "question": key.question if self.questions else None,
             "output": None if result.finish_reason == "error" else result.text,
             "finish_reason": result.finish_reason,
         }

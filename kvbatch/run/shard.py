@@ -12,6 +12,7 @@ from kvbatch.prompts.sampling import row_seed
 from kvbatch.run.oom_retry import DEAD_LETTER
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import INPUT_FIELDS, OUTPUT_FIELDS
+from kvbatch.run_dir.plan_file import PlanRow
 
 if TYPE_CHECKING:
     from engine import Result
@@ -39,9 +40,9 @@ class OpenShard:
 
     number: int
     documents: list["Document"]
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[PlanRow]
     job_seed: int
-    common: Mapping[str, Any]
+    common: dict[str, Any]
     answers: "AnswerForm | None" = None
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -52,21 +53,21 @@ class OpenShard:
                 f"{len(self.rows):,} rows and has {len(self.documents):,} now; run the job again"
             )
         for document, row in zip(self.documents, self.rows, strict=True):
-            if (document.sha1, str(document.row_id)) != (row["sha1"], row["row_id"]):
+            if (document.sha1, str(document.row_id)) != (row.sha1, row.row_id):
                 raise InputError(
                     f"the input changed while the job ran: {document.file}, row {document.row} is not the "
                     "one that was planned; run the job again"
                 )
         for place, row in enumerate(self.rows):
-            done = self.finished.get(place, {"kvb_status": "ok"} if row["status"] == "reused" else {})
+            done = self.finished.get(place, {"kvb_status": "ok"} if row.status == "reused" else {})
             if done.get("kvb_status") == "ok":
                 self._forget_text(place)
-        left = (i for i, row in enumerate(self.rows) if row["status"] == "ok" and i not in self.finished)
+        left = (i for i, row in enumerate(self.rows) if row.status == "ok" and i not in self.finished)
         self.running = sorted(left, key=self._order)
         self._num_left = len(self.running)
 
     def _order(self, place: int) -> int:
-        return self.rows[place]["order"]
+        return self.rows[place].order
 
     @property
     def is_done(self) -> bool:
@@ -117,7 +118,7 @@ class OpenShard:
 
     def _planned(self, place: int) -> dict[str, Any]:
         planned = self.rows[place]
-        seed = row_seed(self.job_seed, planned["row_id"])
+        seed = row_seed(self.job_seed, planned.row_id)
         return self.common | _planned_columns(planned) | {"kvb_shard": self.number, "kvb_seed": seed}
 
     def write(self, keys: pa.Table, rows: list[dict[str, Any]], run: RunDirectory) -> dict[str, Any]:
@@ -149,20 +150,20 @@ class OpenShard:
         return write_table(table, run.shard_file(self.number)) | {"deadletter": letters_facts}
 
 
-def _planned_columns(row: dict[str, Any]) -> dict[str, Any]:
+def _planned_columns(row: PlanRow) -> dict[str, Any]:
     return {
-        "kvb_status": row["status"],
-        "kvb_finish_reason": None if row["status"] == "ok" else "error",
-        "kvb_error_code": row["error_code"],
-        "kvb_error_message": row["error_message"],
+        "kvb_status": row.status,
+        "kvb_finish_reason": None if row.status == "ok" else "error",
+        "kvb_error_code": row.error_code,
+        "kvb_error_message": row.error_message,
         "kvb_attempts": 0,
-        "kvb_prompt_tokens": row["prompt_tokens"],
-        "kvb_outcome": row["outcome"],
-        "kvb_n_parts": row["parts"],
-        "kvb_dropped_tokens": row["dropped_tokens"],
-        "kvb_truncation_side": row["truncation_side"],
-        "kvb_removed_chars": row["removed_chars"],
-        "kvb_bin": row["bin"],
+        "kvb_prompt_tokens": row.prompt_tokens,
+        "kvb_outcome": row.outcome,
+        "kvb_n_parts": row.parts,
+        "kvb_dropped_tokens": row.dropped_tokens,
+        "kvb_truncation_side": row.truncation_side,
+        "kvb_removed_chars": row.removed_chars,
+        "kvb_bin": row.bin,
     }
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from engine import Request, Result
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.prompts.builder import PromptRequest
-from kvbatch.prompts.long_document import LongDocuments
 from kvbatch.prompts.sampling import row_seed
 from kvbatch.run.oom_retry import OomRetry
-from kvbatch.run.row_requests import RowRequests
+from kvbatch.run.row_requests import RequestKey, RowRequests
 from kvbatch.run.shard import OpenShard
 from kvbatch.run_dir.commit import commit_shard, planned_shards, tally
 from kvbatch.run_dir.event_log import RunLog
@@ -28,7 +27,7 @@ from kvbatch.run_dir.wal import WriteAheadFile
 
 if TYPE_CHECKING:
     from engine import LLM
-    from kvbatch.opened_job import JobRunner
+    from kvbatch.run.session import RunSession
 
 PROMPT_BATCH = 32  # prompts made ahead of the engine
 
@@ -40,20 +39,18 @@ class ShardLoop:
     """
 
     def __init__(
-        self, runner: "JobRunner", run: RunDirectory, log: RunLog, llm: "LLM | None", recovered: Recovered
+        self, session: "RunSession", run: RunDirectory, log: RunLog, llm: "LLM | None", recovered: Recovered
     ):
-        self._runner, self._run, self._log, self._llm = runner, run, log, llm
-        self._recovered = recovered
-        self._job = runner.job
+        self._session, self._run, self._log, self._llm = session, run, log, llm
+        self._opened, self._recovered = session.opened, recovered
+        self._job = session.opened.job
         self._common = {"kvb_run_id": run.run_id, "kvb_config_hash": config_hash(self._job)}
         self._open: dict[int, OpenShard] = {}
         self._write_ahead: dict[int, WriteAheadFile] = {}
         self._reused = ReusedRows(Reuse.of(run))
-        limit = runner.model.config.max_context - self._job.generation.max_new_tokens
-        self._prompts = LongDocuments(runner.builder, self._job, limit)
-        self._num_rows = 0
+        self._prompts = session.opened.long_documents()
         self._starts: list[int] = []  # of the shards that were read: the index of the first row
-        self._works: dict[int, RowRequests] = {}  # in the engine, by the row's index
+        self._running: dict[int, RowRequests] = {}  # in the engine, by the row's index
         self._followers: list[Request] = []
         self._failures: Counter[int] = Counter()  # of rows that are tried again
         self._to_retry: list[int] = []
@@ -66,8 +63,7 @@ class ShardLoop:
             JobChanged: A prompt is not.
             OutputError: The run directory cannot be written.
         """
-        self._num_rows = plan.num_rows
-        requests = self._with_arisen(drained_before(self._requests(plan), plan.peak_row))
+        requests = self._with_arisen(drained_before(self._requests(plan), RequestKey(plan.peak_row)))
         try:
             if self._llm is None:
                 assert not any(requests), "a row wants to run, but the plan has none"
@@ -80,12 +76,13 @@ class ShardLoop:
                 file.close()
 
     def _finish(self, request_result: Result, oom_steps: Sequence[str]) -> None:
-        request_number, index = divmod(request_result.request_id, self._num_rows)
-        work = self._works[index]
-        followers = work.take(request_number, request_result, oom_steps)
-        self._followers += [self._request(index, *follower) for follower in followers]
-        if work.is_done:
-            self._finish_row(index, self._works.pop(index))
+        key = request_result.request_id
+        assert isinstance(key, RequestKey)
+        row = self._running[key.row]
+        followers = row.take(key, request_result, oom_steps)
+        self._followers += [self._request(*follower) for follower in followers]
+        if row.is_done:
+            self._finish_row(key.row, self._running.pop(key.row))
 
     def _finish_row(self, index: int, work: RowRequests) -> None:
         shard, place = self._find(index)
@@ -99,15 +96,15 @@ class ShardLoop:
             self._failures[index] += 1
             self._to_retry.append(index)
             # no message: the engine's may quote what the row holds
-            self._log.event("row retried", row_id=shard.rows[place]["row_id"], code=work.error_code)
+            self._log.event("row retried", row_id=shard.rows[place].row_id, code=work.error_code)
             return
-        with self._runner.stopper.shield():
+        with self._session.stopper.shield():
             row = shard.finish(place, work, num_failures)
-            self._runner.check_lock()
+            self._session.check_lock()
             self._write_ahead[number].append(place, row)
-        self._runner.progress.advance(1, result.prompt_tokens + result.completion_tokens)
+        self._session.progress.advance(1, result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "error":
-            row_id = shard.rows[place]["row_id"]
+            row_id = shard.rows[place].row_id
             self._log.event("row failed", row_id=row_id, code=work.error_code)
         if shard.is_done:
             self._commit(shard)
@@ -121,7 +118,7 @@ class ShardLoop:
                 if request is not None:
                     break
                 yield None  # what was drained is to stay so
-        while self._works or self._to_retry:
+        while self._running or self._to_retry:
             yield None  # the last ones end before it is known what arises from them
             yield from self._arisen()
 
@@ -136,13 +133,13 @@ class ShardLoop:
 
     def _requests(self, plan: PlanSummary) -> Iterator[Request]:
         """Read the corpus again and yield its rows in the plan's order, as the engine asks for them."""
-        stream = self._runner.corpus.documents()
+        stream = self._opened.corpus.documents()
         index = 0
         for number, planned in enumerate(planned_shards(self._run)):
             self._starts.append(index)
             index += len(planned)
             if number in self._recovered.committed:
-                self._runner.progress.advance(sum(1 for _ in islice(stream, len(planned))), 0)
+                self._session.progress.advance(sum(1 for _ in islice(stream, len(planned))), 0)
                 continue
             documents = list(islice(stream, len(planned)))
             finished = self._recovered.rows.pop(number, {})
@@ -152,13 +149,13 @@ class ShardLoop:
                 planned,
                 self._job.generation.seed,
                 self._common,
-                self._runner.answers,
+                self._opened.answers,
                 finished,
             )
             self._reuse(shard)
             self._open[number] = shard
             self._write_ahead[number] = WriteAheadFile(self._run.wal_file(number), OUTPUT_FIELDS)
-            self._runner.progress.advance(len(documents) - len(shard.running), 0)
+            self._session.progress.advance(len(documents) - len(shard.running), 0)
             if shard.is_done:
                 self._commit(shard)
             yield from self._shard_requests(shard)
@@ -170,9 +167,9 @@ class ShardLoop:
 
     def _reuse(self, shard: OpenShard) -> None:
         places = {
-            place: (row["reused_run"], row["reused_index"])
+            place: (row.reused_run, row.reused_index)
             for place, row in enumerate(shard.rows)
-            if row["status"] == "reused"
+            if row.reused_run is not None and row.reused_index is not None
         }
         if places:
             shard.reuse(dict(zip(places, self._reused.copy(list(places.values())), strict=True)))
@@ -186,53 +183,53 @@ class ShardLoop:
         prompts = self._prompts.build_batch([shard.documents[place] for place in places])
         for place, prompt in zip(places, prompts, strict=True):
             planned = shard.rows[place]
-            if prompt.num_tokens != planned["prompt_tokens"]:
+            if prompt.num_tokens != planned.prompt_tokens:
                 raise JobChanged(
-                    f"the prompt of row {planned['row_id']!r} has {prompt.num_tokens:,} tokens, by the plan "
-                    f"{planned['prompt_tokens']:,}: what makes prompts changed; kvbatch run --new-run starts afresh"
+                    f"the prompt of row {planned.row_id!r} has {prompt.num_tokens:,} tokens, by the plan "
+                    f"{planned.prompt_tokens:,}: what makes prompts changed; kvbatch run --new-run starts afresh"
                 )
-            work = RowRequests(shard.documents[place], prompt, self._job, self._prompts)
-            self._works[first + place] = work
-            yield from [self._request(first + place, *request) for request in work.first()]
+            row = RowRequests(first + place, shard.documents[place], prompt, self._job, self._prompts)
+            self._running[first + place] = row
+            yield from [self._request(*request) for request in row.first()]
 
     def _find(self, index: int) -> tuple[OpenShard, int]:
         """Return the open shard that has a row, and its place there."""
         number = bisect_right(self._starts, index) - 1
         return self._open[number], index - self._starts[number]
 
-    def _request(self, index: int, number: int, wanted: PromptRequest) -> Request:
-        """Return a request of a row by its number in the row; the first has the row's index for an id."""
-        shard, place = self._find(index)
-        row_id, own = shard.rows[place]["row_id"], self._works[index].sampling
-        sampling = self._runner.sampling.params(row_id, own)
-        if number:
-            sampling = replace(sampling, seed=row_seed(sampling.seed, str(number)))
+    def _request(self, key: RequestKey, wanted: PromptRequest) -> Request:
+        """Return a request of a row, for the engine."""
+        shard, place = self._find(key.row)
+        row = self._running[key.row]
+        sampling = self._opened.sampling.params(shard.rows[place].row_id, row.sampling)
+        if ordinal := row.ordinal(key):
+            sampling = replace(sampling, seed=row_seed(sampling.seed, str(ordinal)))
         return Request(
-            number * self._num_rows + index,
+            key,
             wanted.token_ids,
             sampling,
             wanted.prefix_tokens,
             wanted.probe_ids,
-            self._runner.answers and self._runner.answers.constraint,
+            self._opened.constraint,
             wanted.streams,
         )
 
     def _commit(self, shard: OpenShard) -> None:
-        with self._runner.stopper.shield():
+        with self._session.stopper.shield():
             rows = shard.output_rows()
-            self._runner.check_lock()
-            facts = shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
+            self._session.check_lock()
+            facts = shard.write(self._opened.corpus.to_table(shard.documents), rows, self._run)
             self._write_ahead.pop(shard.number).close()
             commit_shard(self._run, shard.number, facts | tally(self._run.run_id, rows))
             del self._open[shard.number]
         self._log.event("shard written", shard=shard.number, rows=len(rows))
 
     def _note_oom(self, step: str, requests: Sequence[Request]) -> None:
-        self._runner.progress.note(f"memory ran out: {step.replace('_', ' ')} for {len(requests):,} rows")
+        self._session.progress.note(f"memory ran out: {step.replace('_', ' ')} for {len(requests):,} rows")
         self._log.event("out of memory", step=step, rows=len(requests))
 
 
-def drained_before(requests: Iterator[Request], request_id: int) -> Iterator[Request | None]:
+def drained_before(requests: Iterator[Request], request_id: RequestKey) -> Iterator[Request | None]:
     """Let the engine drain once, before the first row of the plan's fullest bin.
 
     So this bin is admitted whole, and the bytes held at the peak are those planned: not more, as the pool has no

@@ -17,7 +17,7 @@ from kvbatch.run_dir.checked_file import file_problem, opened_table
 from kvbatch.run_dir.lock import lock_holder
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
-from kvbatch.run_dir.plan_file import read_plan, shard_starts
+from kvbatch.run_dir.plan_file import PlanRow, read_plan, shard_starts
 from kvbatch.run_dir.record import read_record, write_record
 from kvbatch.run_dir.wal import read_rows
 
@@ -157,7 +157,7 @@ def tally(run_id: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str,
     return {"statuses": dict(statuses), "own": own}
 
 
-def planned_shards(run: RunDirectory, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
+def planned_shards(run: RunDirectory, columns: list[str] | None = None) -> Iterator[list[PlanRow]]:
     """Yield the rows of a run's plan, one list per shard.
 
     Raises:
@@ -192,7 +192,7 @@ def finished_rows(
     run: RunDirectory,
     names: Sequence[str] | None = None,
     on_damage: Callable[[Damaged], None] = lambda error: None,
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+) -> Iterator[tuple[PlanRow, dict[str, Any]]]:
     """Yield every finished row of a run as its row of the plan (index, id, content, status) and its output columns.
 
     Shard by shard and in input order: memory does not grow with the run. Nothing for a run that was not planned, nor

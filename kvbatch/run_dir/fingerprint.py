@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvbatch.corpus.compression import open_file
@@ -23,10 +24,14 @@ _SHOWN_CHARS = 100
 class InputFile(Protocol):
     """What identifies an input file; `label` is its name within the input."""
 
-    path: Any
-    label: str
-    num_bytes: int
-    mtime_ns: int
+    @property
+    def path(self) -> Any: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def mtime_ns(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def config_hash(job: Job) -> str:
 def hash_files(
     files: Iterable[InputFile],
     known: Iterable[Mapping[str, Any]] = (),
-    hashes: Mapping[str, str] | None = None,
+    hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return by label the SHA-256 of every file, of the bytes that it had when it was found.
 
@@ -90,15 +95,35 @@ def hash_files(
     trusted = {(item["path"], item["num_bytes"], item["mtime_ns"]) for item in known}
     found = {}
     for file in files:
-        if (str(file.path), file.num_bytes, file.mtime_ns) in trusted and file.label in (hashes or {}):
+        if (str(file.path), file.num_bytes, file.mtime_ns) in trusted and file.label in hashes:
             found[file.label] = hashes[file.label]
             continue
         try:
             with open_file(file.path, file.num_bytes) as stream:
-                found[file.label] = hashlib.file_digest(stream, "sha256").hexdigest()
+                # typeshed asks for readinto, which every stream of open_file has
+                found[file.label] = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         except OSError as error:
             raise InputError(f"{file.path} cannot be read: {error.strerror}") from error
     return found
+
+
+class InputHashes:
+    """Hash a job's input files once, when the hashes are first needed."""
+
+    def __init__(self, files: Iterable[InputFile]):
+        self._files = tuple(files)
+        self._hashes: dict[str, str] | None = None
+
+    def hashes(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
+        """Return the SHA-256 of every file by its label; raises as `hash_files`.
+
+        Args:
+            manifest: of a run on the same files; what it knows of a file that did not change is not read again.
+        """
+        if self._hashes is None:
+            known = (manifest["input_files"], manifest["input_sha256"]) if manifest else ()
+            self._hashes = hash_files(self._files, *known)
+        return self._hashes
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

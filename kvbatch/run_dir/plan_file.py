@@ -3,11 +3,11 @@
 A window of input rows becomes one output shard and one row group of the plan.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,37 +16,47 @@ if TYPE_CHECKING:
     from kvbatch.corpus import Document
 
 
-PLAN_SCHEMA = pa.schema(
-    [
-        ("index", pa.int64()),  # of all input rows, from 0
-        ("file", pa.string()),
-        ("row", pa.int64()),
-        ("row_id", pa.string()),
-        ("sha1", pa.string()),
-        ("content", pa.string()),  # hash of all that the row puts into its prompt
-        ("status", pa.string()),  # ok | reused | rejected | error
-        ("error_code", pa.string()),
-        ("error_message", pa.string()),
-        ("outcome", pa.string()),  # fits | truncated | too_long | over_budget | …, null for a rejected row
-        ("prompt_tokens", pa.int64()),  # of all parts and questions
-        ("max_new_tokens", pa.int64()),
-        ("dropped_tokens", pa.int64()),
-        ("truncation_side", pa.string()),
-        ("removed_chars", pa.int64()),
-        ("parts", pa.int32()),  # that the document is split into, each with a prompt of its own
-        ("part_tokens", pa.list_(pa.int64())),  # of these prompts, without the questions if there are several
-        ("reduce_tokens", pa.int64()),  # the most of a prompt over the parts' answers
-        ("shard", pa.int32()),
-        ("bin", pa.int32()),
-        ("order", pa.int32()),  # of submission within the shard, null for rows that do not run
-        ("predicted_kv_bytes", pa.int64()),  # of all its requests that run at once
-        ("predicted_kv_full_bytes", pa.int64()),  # what the same row would take in the full cache
-        ("reused_run", pa.int32()),  # which of the manifest's `reuse.runs` did the row
-        ("reused_index", pa.int64()),  # and its index there
-    ]
-)
+def _column(type_: pa.DataType) -> Any:
+    return field(default=None, metadata={"type": type_})
 
 
+@dataclass(slots=True)
+class PlanRow:
+    """One row of `plan.parquet`, filled column by column while it is planned.
+
+    Types without None hold for rows that run: in others, what the plan cannot say is None. A reader that asks for some
+    columns finds None in the others.
+    """
+
+    index: int = _column(pa.int64())  # of all input rows, from 0
+    file: str = _column(pa.string())
+    row: int = _column(pa.int64())
+    row_id: str = _column(pa.string())
+    sha1: str | None = _column(pa.string())
+    content: str | None = _column(pa.string())  # hash of all that the row puts into its prompt
+    status: str = _column(pa.string())  # ok | reused | rejected | error
+    error_code: str | None = _column(pa.string())
+    error_message: str | None = _column(pa.string())
+    outcome: str = _column(pa.string())  # fits | truncated | too_long | over_budget | …, null if rejected
+    prompt_tokens: int = _column(pa.int64())  # of all parts and questions
+    max_new_tokens: int = _column(pa.int64())
+    dropped_tokens: int = _column(pa.int64())
+    truncation_side: Literal["head", "middle", "tail"] | None = _column(pa.string())
+    removed_chars: int | None = _column(pa.int64())
+    parts: int = _column(pa.int32())  # that the document is split into, each with a prompt of its own
+    # of the parts' prompts, without the questions if there are several
+    part_tokens: Sequence[int] = _column(pa.list_(pa.int64()))
+    reduce_tokens: int = _column(pa.int64())  # the most of a prompt over the parts' answers
+    shard: int = _column(pa.int32())
+    bin: int | None = _column(pa.int32())
+    order: int = _column(pa.int32())  # of submission within the shard; null for rows that do not run
+    predicted_kv_bytes: int = _column(pa.int64())  # of all its requests that run at once
+    predicted_kv_full_bytes: int = _column(pa.int64())  # of the same requests in the full cache
+    reused_run: int | None = _column(pa.int32())  # which of the manifest's `reuse.runs` generated the row
+    reused_index: int | None = _column(pa.int64())  # and its index there
+
+
+PLAN_SCHEMA = pa.schema([(column.name, column.metadata["type"]) for column in fields(PlanRow)])
 BIN_SCHEMA = pa.schema(
     [
         ("bin", pa.int32()),
@@ -57,11 +67,8 @@ BIN_SCHEMA = pa.schema(
         ("packing_efficiency", pa.float64()),  # of the pool, which is as large as the largest bin
     ]
 )
-
-
-WINDOW_BYTES = (
-    64 << 20
-)  # of a window's rows in the input, the last one over it included: they are held together
+# The most input bytes of a window, the row that exceeds them included: its rows are in memory together.
+WINDOW_BYTES = 64 << 20
 
 
 @dataclass
@@ -92,11 +99,17 @@ class PlanSummary:
         return self.bins_kv_bytes / offered if offered else None
 
 
-def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
+def plan_table(rows: Sequence[PlanRow]) -> pa.Table:
+    """Return the rows of a shard as one row group of the plan."""
+    columns = {name: [getattr(row, name) for row in rows] for name in PLAN_SCHEMA.names}
+    return pa.table(columns, PLAN_SCHEMA)
+
+
+def read_plan(run_dir: Path, columns: list[str] | None = None) -> Iterator[list[PlanRow]]:
     """Yield the plan's rows, one list per shard; `commit.planned_shards` proves first that it is whole."""
     with pq.ParquetFile(run_dir / "plan.parquet", page_checksum_verification=True) as file:
         for shard in range(file.num_row_groups):
-            yield file.read_row_group(shard, columns).to_pylist()
+            yield [PlanRow(**row) for row in file.read_row_group(shard, columns).to_pylist()]
 
 
 def shard_starts(run_dir: Path) -> list[int]:

@@ -16,6 +16,7 @@ from kvbatch.run_dir.advice import continuation
 from kvbatch.run_dir.commit import finished_rows, is_committed, planned_shards, planned_starts, shard_table
 from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
+from kvbatch.run_dir.plan_file import PlanRow
 from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.wal import read_rows
 
@@ -45,11 +46,11 @@ class PreviousRows:
                     and "error" in reuse.redo  # invalid_output ends by length or stop
                 )
                 # a rejected row is read and rejected again
-                if planned["status"] != "rejected" and (reuse.same_input or not is_redone):
-                    key = _key(planned["row_id"], planned["content"])
+                if planned.status != "rejected" and (reuse.same_input or not is_redone):
+                    key = _key(planned.row_id, planned.content)
                     high.append(key[0])
                     low.append(key[1])
-                    places.append(_REDO if is_redone else number << _INDEX_BITS | planned["index"])
+                    places.append(_REDO if is_redone else number << _INDEX_BITS | planned.index)
             if reuse.same_input and num_rows != run.read_manifest().get("num_rows"):
                 command = continuation(run, run.read_manifest())
                 raise InputError(f"{run.path} did not come to its end; continue it first: {command}")
@@ -169,8 +170,12 @@ def can_be_reused(run: RunDirectory) -> bool:
     return True
 
 
-def _places(rows: Iterable[dict[str, Any]]) -> Iterable[Place]:
-    return ((row["reused_run"], row["reused_index"]) for row in rows if row["reused_run"] is not None)
+def _places(rows: Iterable[PlanRow]) -> Iterable[Place]:
+    return (
+        (row.reused_run, row.reused_index)
+        for row in rows
+        if row.reused_run is not None and row.reused_index is not None
+    )
 
 
 def _key(row_id: str, content: str | None) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def recover(run: RunDirectory) -> Recovered:
         for leftover in run.path.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         for number, planned in enumerate(planned_shards(run, ["status"])):
-            runs = {place for place, row in enumerate(planned) if row["status"] == "ok"}
+            runs = {place for place, row in enumerate(planned) if row.status == "ok"}
             rows: dict[int, dict[str, Any]] = {}
             try:
                 if check_shard(run, number, deep=True)["rows"] != len(planned):

@@ -177,7 +177,7 @@ def precision_to_keep(
             run = reuse.directories[0] if reuse.runs else None
         else:
             run = last_answers(job) if job.input.incremental else None
-    return run and kept_precision(run)
+    return kept_precision(run) if run else None
 
 
 def kept_precision(run: RunDirectory) -> KeptPrecision | None:

@@ -50,8 +50,8 @@ class WriteAheadFile:
             OutputError: It cannot be written; the rows before it stay readable.
         """
         # as it will be read, for the checksum is of that: a field that an answer leaves out comes back as null
-        row = pa.scalar(row, self._row).as_py()
-        marked = row | {_PLACE: place, _CHECKSUM: _checksum(place, row)}
+        stored: dict[str, Any] = pa.scalar(row, self._row).as_py()
+        marked = stored | {_PLACE: place, _CHECKSUM: _checksum(place, stored)}
         columns = pa.array([marked], self._marked_row)  # of one struct, far faster than column by column
         data = pa.RecordBatch.from_struct_array(columns).serialize().to_pybytes()
         try:

@@ -4,10 +4,20 @@ from types import SimpleNamespace
 
 from engine import EngineStats, Result
 from engine.forecast import SpeedFit
+from kvbatch.run.row_requests import RequestKey
+
+
+def name(key):
+    """Return a request's key in short: the row alone for its first request."""
+    return str(key.row) if key == RequestKey(key.row) else f"{key.row}{key.level}{key.part:x}{key.question}"
 
 
 class Backwards:
-    """An engine that answers rows in the opposite order, after pulling some of them."""
+    """An engine that answers rows in the opposite order, after pulling some of them.
+
+    Args:
+        fail: names of requests that end by an error.
+    """
 
     def __init__(self, fail=(), num_held=3):
         self.requests, self.fail = [], fail
@@ -28,11 +38,11 @@ class Backwards:
     def _answers(self, held):
         for request in reversed(held):
             self.num_answers += 1
-            bad = request.request_id in self.fail
+            bad = name(request.request_id) in map(str, self.fail)
             yield Result(
                 request_id=request.request_id,
                 token_ids=[5],
-                text=f"answer {request.request_id}",
+                text=f"answer {name(request.request_id)}",
                 finish_reason="error" if bad else "stop",
                 error_message="it broke" if bad else None,
                 prompt_tokens=len(request.prompt_token_ids),

@@ -69,4 +69,4 @@ def in_process(command, **streams):
 def opened(job, **_):
     """Open a job without its model."""
     with Progress() as progress:
-        yield SimpleNamespace(job=job, progress=progress)
+        yield SimpleNamespace(job=job, plan_memory=lambda: None), progress

@@ -112,8 +112,8 @@ def test_every_question_has_its_share_of_the_sample(job_file):
     path = job_file(documents(12), prompt=asking, cache={"preset": "logs"}, quality_guard={"sample": 12})
     quality = pl.read_parquet(run(path).quality)
     assert quality["error"].null_count() == 12
-    with opened_job(load_job(path)) as runner:
-        asked = [request for _, request in sample_requests(runner, 12)]
+    with opened_job(load_job(path)) as (opened, _):
+        asked = [request for _, request in sample_requests(opened, 12)]
     tails = {tuple(request.prompt_token_ids[request.prefix_tokens :]) for request in asked}
     assert len(tails) == 3
 

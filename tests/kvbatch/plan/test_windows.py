@@ -35,7 +35,7 @@ def test_a_window_ends_with_the_row_that_fills_it(small_windows):
     assert [len(window) for window in bounded_windows(iter(documents), 100)] == [2, 2, 3]
 
 
-def test_shards_are_those_windows_in_a_run_that_is_stopped_and_for_rows_reused_over(
+def test_shards_are_those_windows_in_a_run_that_is_stopped_and_for_rows_reused(
     job_file, small_windows, monkeypatch
 ):
     path = job_file(RECORDS, input={"incremental": True}, generation={"max_new_tokens": 2},

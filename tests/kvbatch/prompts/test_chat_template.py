@@ -3,6 +3,7 @@
 import io
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def test_a_prompt_that_is_rendered_otherwise_is_refused_by_name(write, at, monke
 
     def longer(planned):
         for rows in read_plan(planned.path):
-            yield [row | {"prompt_tokens": row["prompt_tokens"] + 1} for row in rows]
+            yield [replace(row, prompt_tokens=row.prompt_tokens + 1) for row in rows]
 
     monkeypatch.setattr("kvbatch.run.shard_loop.planned_shards", longer)
     with pytest.raises(JobChanged, match="the prompt of row 'r.' has .* by the plan"):
@@ -129,7 +130,7 @@ def test_a_plan_of_the_evening_before_holds_if_it_says_the_same(write, at, start
     assert ("has a plan already" in said) == is_adopted
 
 
-def test_rows_that_are_reused_over_keep_their_date_and_new_ones_share_it(write, at, tokenizer):
+def test_rows_that_are_reused_keep_their_date_and_new_ones_share_it(write, at, tokenizer):
     path = write(input={"incremental": True})
     at(FIRST)
     first, prompts, said = run(path)

@@ -13,8 +13,9 @@ from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments, group_answers
 from kvbatch.report.summary import load_summary, render
 from kvbatch.run.entry import run_job
+from kvbatch.run.row_requests import RequestKey
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.kvbatch.fakes import Backwards
+from tests.kvbatch.fakes import Backwards, name
 
 CONTEXT = 512
 TEMPLATE = "Summarise the document below.\n{text}\nSummary:"
@@ -85,7 +86,7 @@ def test_split_by_the_real_engine(job_file, around):
 class Recorder(Backwards):
     """Also keep what was asked by the request's id."""
 
-    def asked(self, tokenizer) -> dict[int, str]:
+    def asked(self, tokenizer) -> dict[RequestKey, str]:
         return {r.request_id: tokenizer.decode(r.prompt_token_ids) for r in self.requests}
 
 
@@ -109,7 +110,7 @@ def test_parts_and_levels(job_file, tokenizer):
     assert num_parts == rows["kvb_n_parts"][0] == 11 and rows["kvb_n_parts"][1] == 1
     texts = []
     for part in range(num_parts):
-        head, text = asked[2 * part].split(f"Part {part + 1} of {num_parts}: ")
+        head, text = asked[RequestKey(0, 0, part)].split(f"Part {part + 1} of {num_parts}: ")
         texts.append(text.split(" Answer.")[0])
     lines = LINES[:2000].splitlines()
     for before, after in zip(texts, texts[1:], strict=False):
@@ -119,17 +120,18 @@ def test_parts_and_levels(job_file, tokenizer):
     joined = texts[0] + "".join(text.split("\n", 1)[1] for text in texts[1:])
     assert joined.splitlines() == lines
     # answers of up to 60 tokens, 3 of them in a prompt over 200: by length, as they are shorter
-    reduces = {i: text for i, text in asked.items() if "Together" in text and i % 2 == 0}
+    reduces = {key: text for key, text in asked.items() if "Together" in text}
     final = max(reduces)
-    assert rows["output"].to_list() == [f"answer {final}", "answer 1"]
-    assert rows["kvb_n_levels"].to_list() == [final // 2 // num_parts, None]
-    first_level = "".join(text for i, text in sorted(reduces.items()) if i // 2 // num_parts == 1)
-    assert [f"answer {2 * n}" in first_level for n in range(num_parts)] == [True] * num_parts
-    assert "Together of a: answer 0\n\nanswer 2\n\n" in first_level
+    assert rows["output"].to_list() == [f"answer {name(final)}", "answer 1"]
+    assert rows["kvb_n_levels"].to_list() == [final.level, None]
+    first_level = "".join(text for key, text in sorted(reduces.items()) if key.level == 1)
+    parts = [name(RequestKey(0, 0, part)) for part in range(num_parts)]
+    assert [f"answer {part}" in first_level for part in parts] == [True] * num_parts
+    assert "Together of a: answer 0\n\nanswer 0010\n\n" in first_level
     assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
     assert rows["kvb_parts"].to_list() == [None, None], "not kept unless asked for"
     assert rows["kvb_prompt_tokens"][0] == sum(
-        len(request.prompt_token_ids) for request in engine.requests if request.request_id % 2 == 0
+        len(request.prompt_token_ids) for request in engine.requests if request.request_id.row == 0
     )
 
 
@@ -153,7 +155,7 @@ def test_a_part_that_fails_fails_the_row_with_its_name(job_file):
     path = job_file(
         [{"id": "a", "text": LINES[:1300]}], long_document={"on_too_long": "split"}, limits={"row_retries": 0}
     )
-    engine = Backwards(fail=(1,))
+    engine = Backwards(fail=("0010",))
     with pytest.raises(Exception, match="none of 1 rows"):
         run(path, make_llm=lambda model, config: engine)
     rows = pl.read_parquet("runs/test/latest/shards/*.parquet")
@@ -183,14 +185,15 @@ def test_a_row_is_finished_when_its_last_answer_is(job_file):
     first, second = Interrupted(num_held=1), Recorder(num_held=1)
     with pytest.raises(KeyboardInterrupt):
         run(path, make_llm=lambda model, config: first)
-    assert {request.request_id for request in first.requests} >= {0, 1, 4}, "a row and some parts ran"
+    began = {RequestKey(0), RequestKey(1), RequestKey(1, 0, 1)}
+    assert {request.request_id for request in first.requests} >= began, "a row and some parts ran"
     again = run(path, make_llm=lambda model, config: second)[0]
     assert again["output"].to_list() == rows["output"].to_list()
     done = {request.request_id for request in whole.requests} - {
         request.request_id for request in second.requests
     }
-    assert {number % 3 for number in done} == {0, 1} and done == {
-        r.request_id for r in first.requests if r.request_id % 3 < 2
+    assert {key.row for key in done} == {0, 1} and done == {
+        r.request_id for r in first.requests if r.request_id.row < 2
     }
 
 
@@ -299,7 +302,7 @@ def test_questions_of_a_split_document(job_file, tokenizer):
         long_document={"on_too_long": "split", "keep_parts": True},
         limits={"row_retries": 0},
     )
-    engine = Recorder(fail=(4,))  # the second question of the second part
+    engine = Recorder(fail=("0011",))  # the second question of the second part
     with pytest.raises(Exception, match="none of 1 rows"):
         run(path, make_llm=lambda model, config: engine)
     [row] = pl.read_parquet("runs/test/latest/shards/*.parquet").to_dicts()
@@ -307,16 +310,15 @@ def test_questions_of_a_split_document(job_file, tokenizer):
     assert [answer["status"] for answer in answers] == ["ok", "error", "ok"]
     assert answers[1]["error_message"] == "part 2 of 3: it broke" and answers[1]["output"] is None
     asked = engine.asked(tokenizer)
-    assert (
-        asked[9].endswith("Answer:<|im_end|>\n<|im_start|>assistant\n")
-        and "answer 0\n\nanswer 3\n\nanswer 6" in asked[9]
-    )
-    assert QUESTIONS[0] in asked[9] and QUESTIONS[2] in asked[11]
-    assert [answers[0]["output"], answers[2]["output"]] == ["answer 9", "answer 11"]
+    first, last = RequestKey(0, 1, 0, 0), RequestKey(0, 1, 0, 2)
+    assert asked[first].endswith("Answer:<|im_end|>\n<|im_start|>assistant\n")
+    assert "answer 0\n\nanswer 00\n\nanswer 00" in asked[first], "cut to the room that answers have"
+    assert QUESTIONS[0] in asked[first] and QUESTIONS[2] in asked[last]
+    assert [answers[0]["output"], answers[2]["output"]] == [f"answer {name(key)}" for key in (first, last)]
     assert [(part["part"], part["question"]) for part in row["kvb_parts"]] == [
         (p, q) for p in range(3) for q in range(3)
     ]
-    shared = [request for request in engine.requests if request.request_id < 9]
+    shared = [request for request in engine.requests if not request.request_id.level]
     assert all(request.prefix_tokens and not request.probe_token_ids for request in shared)
     assert len({request.prefix for request in shared}) == 3, "each part is read once"
 

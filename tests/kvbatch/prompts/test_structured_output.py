@@ -148,9 +148,9 @@ def test_choices_stand_in_the_prompt(job_file, tokenizer):
         "questions": ["Is it?", "Was it?"],
     }
     path, said = job_file(RECORDS, generation=keys, prompt=prompt), io.StringIO()
-    with opened_job(load_job(path), stream=said) as runner:
+    with opened_job(load_job(path), stream=said) as (opened, _):
         assert "stand" not in said.getvalue()
-        [prompt] = runner.builder.build_batch([next(runner.corpus.documents())], 400, LongDocumentSection())
+        [prompt] = opened.prompts.build_batch([next(opened.corpus.documents())], 400, LongDocumentSection())
     texts = [tokenizer.decode(list(request.token_ids)) for request in prompt.requests]
     assert ["s it? Of yes, not sure:" in text and "Say yes, not sure." in text for text in texts] == [
         True

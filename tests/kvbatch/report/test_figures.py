@@ -96,7 +96,7 @@ class Ending(Backwards):
         from dataclasses import replace
 
         for result in super()._answers(held):
-            yield replace(result, finish_reason=self.reasons[result.request_id % len(self.reasons)])
+            yield replace(result, finish_reason=self.reasons[(self.num_answers - 1) % len(self.reasons)])
 
 
 def test_cut_answers_are_counted_first_and_with_what_to_do(job_file, monkeypatch):

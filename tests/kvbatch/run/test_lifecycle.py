@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvbatch import opened_job
 from kvbatch.cli import cli
 from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.job_file.load import load_job
-from kvbatch.opened_job import JobRunner
 from kvbatch.report.status import load_status
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.manifest import open_run
@@ -64,14 +64,15 @@ def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
     column = ("-s", "prompt.template='{nope} {text}'")
     refused(78, "run", path, "--new-run", *column)
     refused(78, "plan", path, *column)
-    make_plan = JobRunner.make_plan
+    make_plan = opened_job.make_plan
 
     def fails(error):
-        def plan_and_fail(self, run, known_tokens=None):
-            make_plan(self, run, known_tokens)
+        def plan_and_fail(*arguments):
+            make_plan(*arguments)
             raise error
 
-        monkeypatch.setattr(JobRunner, "make_plan", plan_and_fail)
+        for module in ("kvbatch.run.session", "kvbatch.estimate.preview"):
+            monkeypatch.setattr(f"{module}.make_plan", plan_and_fail)
 
     fails(ValueError("secret"))
     done = refused(70, "run", path, "--new-run", "-s", "generation.seed=1")
@@ -87,14 +88,14 @@ def test_a_run_that_is_planned_is_seen_and_what_a_kill_leaves_of_it_is_cleared(j
     monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)
     path = job_file(RECORDS)
     complete = run(path)
-    make_plan, seen = JobRunner.make_plan, []
+    make_plan, seen = opened_job.make_plan, []
 
-    def watched(self, draft, known_tokens=None):
+    def watched(opened, memory, draft, progress):
         seen.append((draft.run_id, load_status(HOME), load_status(HOME / draft.run_id)))
         assert open_run(HOME).run_id == complete.run_id, "the others look at what there is"
-        return make_plan(self, draft, known_tokens)
+        return make_plan(opened, memory, draft, progress)
 
-    monkeypatch.setattr(JobRunner, "make_plan", watched)
+    monkeypatch.setattr("kvbatch.run.session.make_plan", watched)
     leftover = HOME / ".new" / complete.run_id
     leftover.mkdir(parents=True)
     (leftover / "manifest.json").write_bytes(complete.manifest.read_bytes())

@@ -91,7 +91,7 @@ def kill_until_done(job_file, tmp_path, num_rows: int, num_kills: int, steps: ra
         kills += 1
         for manifest in Path("runs/test").glob("2*/manifest.json"):
             found = RunDirectory(manifest.parent)
-            rows = [planned["index"] for planned, _ in finished_rows(found)]
+            rows = [planned.index for planned, _ in finished_rows(found)]
             assert len(rows) == len(set(rows)), "no row is finished twice"
             for file in committed_files(found):
                 pq.read_table(file)
@@ -124,11 +124,11 @@ def test_a_row_of_several_answers_is_read_back(tmp_path):
 def test_only_rows_in_flight_are_run_again(job_file):
     path = job_file(RECORDS, output={"shard_rows": 4})
     found = stop_after(path, 7)
-    finished = {planned["row_id"] for planned, _ in finished_rows(found)}
+    finished = {planned.row_id for planned, _ in finished_rows(found)}
     assert len(finished) == 7
     engine = Backwards()
     assert run(path, make_llm=lambda *_: engine).path == found.path
-    again = {RECORDS[request.request_id]["id"] for request in engine.requests}
+    again = {RECORDS[request.request_id.row]["id"] for request in engine.requests}
     assert again == {record["id"] for record in RECORDS} - finished
     rows = output(found)
     assert rows["id"].to_pylist() == [record["id"] for record in RECORDS]
@@ -162,7 +162,7 @@ def test_damaged_shards_are_made_again(job_file):
     assert len(committed_files(found)) == 3
     engine = Backwards()
     assert run(path, make_llm=lambda *_: engine).path == found.path
-    assert sorted(request.request_id for request in engine.requests) == [2, 3, 6, 7, 8, 9]
+    assert sorted(request.request_id.row for request in engine.requests) == [2, 3, 6, 7, 8, 9]
     assert output(found)["id"].to_pylist() == [record["id"] for record in RECORDS]
 
 
@@ -336,7 +336,7 @@ class Cramped(Backwards):
         self.num_held, self.level = 4, 0
 
     def _answers(self, held):
-        if any(self.needs.get(request.request_id, 0) > self.level for request in held):
+        if any(self.needs.get(request.request_id.row, 0) > self.level for request in held):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         return super()._answers(held)
 

@@ -121,7 +121,7 @@ def test_rows_come_out_in_input_order_whatever_the_engine_does(job_file):
     assert rows["kvb_error_code"][12] == "too_long" and rows["kvb_attempts"].to_list()[12] == 0
     assert rows["kvb_kv_kept_ratio"][0] == 0.5
     assert len(rows["kvb_seed"].unique()) == 13 and rows["kvb_seed"][0] == row_seed(0, "r0")
-    assert [request.sampling.seed for request in engine.requests if request.request_id == 0] == [
+    assert [request.sampling.seed for request in engine.requests if request.request_id.row == 0] == [
         row_seed(0, "r0")
     ]
     # failures are copied with their input

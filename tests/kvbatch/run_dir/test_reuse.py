@@ -34,7 +34,7 @@ class Fake(Backwards):
 
     @property
     def done(self):
-        return sorted(request.request_id for request in self.requests)
+        return sorted(request.request_id.row for request in self.requests)
 
 
 def forbidden(model, config):
