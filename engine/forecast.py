@@ -64,11 +64,15 @@ class SpeedFit:
 
         used = [i for i in range(NUM_PARTS) if self.products[i][i] > 0]
         while used:
-            matrix = torch.tensor([[self.products[i][j] for j in used] for i in used], dtype=torch.float64)
+            matrix = torch.tensor(
+                [[self.products[i][j] for j in used] for i in used], dtype=torch.float64, device="cpu"
+            )
             scale = matrix.diagonal().sqrt()
-            target = torch.tensor([self.targets[i] for i in used], dtype=torch.float64) / scale
+            target = torch.tensor([self.targets[i] for i in used], dtype=torch.float64, device="cpu") / scale
             # A little of the identity decides between parts that always occurred together.
-            scaled = matrix / scale[:, None] / scale + 1e-9 * torch.eye(len(used), dtype=torch.float64)
+            scaled = matrix / scale[:, None] / scale + 1e-9 * torch.eye(
+                len(used), dtype=torch.float64, device="cpu"
+            )
             found = torch.linalg.solve(scaled, target) / scale
             if found.min() >= 0:
                 values = dict(zip(used, found.tolist(), strict=True))

@@ -58,7 +58,7 @@ class LLM:
             self.budget.layout.chunks,
             alone=config.deterministic,
         )
-        if config.deterministic and not self.runner.treats_rows_alike():
+        if config.deterministic and not self.runner.is_batch_invariant():
             raise EngineError(
                 f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
                 "deterministic here; try another dtype"
@@ -322,7 +322,7 @@ class LLM:
         layout = self.budget.layout
         generated = sequence.generated
         text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
-        self.monitor.note_row(sequence.cache.lane_usage)
+        self.monitor.note_end(sequence.cache.lane_usage)
         self._totals["num_rows"] += 1
         self._totals["prompt_tokens"] += sequence.num_prompt_tokens
         self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens

@@ -72,7 +72,7 @@ class Runner:
         self.cache.advance(sequence, num_tokens, self._run_uncached, prompt_ends=prompt_ends)
 
     @torch.inference_mode()
-    def treats_rows_alike(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Tell whether a token's logits are the same to the bit at every place of a decode step.
 
         They are where a matrix product sums each of its rows in the same order, which depends on the library.

@@ -1,6 +1,6 @@
-"""Attention written to be read: the specification of every other backend.
+"""The reference for all attention backends: plain torch, which runs on any device.
 
-One lane at a time, every slot gathered through the block table, softmax in float32. Lanes may have any lengths.
+One lane at a time, its slots gathered through the block table, softmax in float32. Lanes may have any lengths.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class ReferenceAttention:
     def prefill(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.prefill`; `k` and `v` are read from the pages instead."""
+        """See `AttentionBackend.prefill`; the chunk's keys and values are read from the pages."""
         num_new, num_heads, head_dim = q.shape
         num_kv_heads = cache.pages.shape[1]
         group = num_heads // num_kv_heads
@@ -37,8 +37,6 @@ class ReferenceAttention:
         return out, lse
 
     def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
-        """See `AttentionBackend.open_decode`."""
-
         def decode(layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
             results = [self.prefill(layer, q[i : i + 1], q, q, cache) for i, cache in enumerate(caches)]
             return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
