@@ -83,23 +83,23 @@ class CacheBackend(ABC, Generic[Cache]):
         return self.blocks.peak_bytes
 
     @property
+    def allocated_bytes(self) -> int:
+        """Bytes of everything allocated."""
+        return self.blocks.allocated_bytes
+
+    @property
+    def num_prefill_buffers(self) -> int:
+        """Prefill buffers in use."""
+        return 0
+
+    @property
     @abstractmethod
     def num_available(self) -> int:
         """Blocks that are reserved for no sequence."""
 
-    @property
-    @abstractmethod
-    def allocated_bytes(self) -> int:
-        """Bytes of everything allocated."""
-
-    @property
-    @abstractmethod
-    def num_prefill_buffers(self) -> int:
-        """Prefill buffers in use."""
-
-    @abstractmethod
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
         """Tell whether `num_sequences` that together need `num_blocks` can be opened now."""
+        return num_blocks <= self.num_available
 
     @abstractmethod
     def open(self, num_blocks: int, num_tokens: int, prefix: Cache | None) -> Cache:
@@ -123,9 +123,9 @@ class CacheBackend(ABC, Generic[Cache]):
     ) -> None:
         """Count a step's tokens of one sequence after all layers have run, and compress the tokens that are due."""
 
-    @abstractmethod
     def check(self) -> None:
         """Prove that no sequence is open and no block is held."""
+        self.blocks.check()
 
 
 def whole_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:

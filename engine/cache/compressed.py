@@ -46,7 +46,7 @@ class CompressedBackend(CacheBackend[CompressedCache]):
         return self.pool.prefill_buffers.num_used
 
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
-        return self.pool.can_open(num_blocks, num_sequences)
+        return super().can_open(num_blocks) and num_sequences <= self.pool.prefill_buffers.num_free
 
     def open(self, num_blocks: int, num_tokens: int, prefix: CompressedCache | None) -> CompressedCache:
         return self.pool.open(num_blocks, prefix)

@@ -46,10 +46,6 @@ class CompressedPool:
         """Bytes of all blocks and prefill buffers."""
         return self.blocks.allocated_bytes + self.prefill_buffers.allocated_bytes
 
-    def can_open(self, num_blocks: int, num_sequences: int) -> bool:
-        """See `CacheBackend.can_open`."""
-        return num_blocks <= self.blocks.num_available and num_sequences <= self.prefill_buffers.num_free
-
     def open(self, num_blocks: int, prefix: CompressedCache | None) -> CompressedCache:
         """Return a sequence's cache of up to `num_blocks`, which begins with the tokens of `prefix`."""
         return CompressedCache(

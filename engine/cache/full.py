@@ -31,17 +31,6 @@ class FullCache(CacheBackend[SequenceCache]):
     def num_available(self) -> int:
         return self.pool.num_free
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self.pool.allocated_bytes
-
-    @property
-    def num_prefill_buffers(self) -> int:
-        return 0
-
-    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
-        return num_blocks <= self.pool.num_free
-
     def open(self, num_blocks: int, num_tokens: int, prefix: SequenceCache | None) -> SequenceCache:
         return SequenceCache(self.pool, num_tokens, prefix)
 
@@ -82,6 +71,3 @@ class FullCache(CacheBackend[SequenceCache]):
         self, sequence: Sequence, num_tokens: int, run_uncached: RunUncached, *, prompt_ends: bool
     ) -> None:
         sequence.cache.advance(num_tokens)
-
-    def check(self) -> None:
-        self.pool.check()
