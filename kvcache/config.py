@@ -47,8 +47,7 @@ class KVCacheConfig:
             output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
         two_axis: quantized keys also carry one factor per token, which evens out tokens as scales even out channels.
         overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its prefill
-            buffer for one chunk longer, so what is generated may differ. None: where the device has a stream to
-            spare, on a GPU.
+            buffer for one chunk longer, so what is generated may differ. None is as False.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:

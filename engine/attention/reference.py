@@ -1,4 +1,4 @@
-"""The reference for all attention backends: plain torch, which runs on any device.
+"""The reference for all attention backends: plain torch on the device of the pages.
 
 One lane at a time, its slots gathered through the block table, softmax in float32. Lanes may have any lengths.
 """

@@ -32,11 +32,11 @@ class Scoring:
         self._repeat_token_ids = list(config.repeat_token_ids)
         # All queries are needed where the scorer looks at a chunk's queries together, where a key could be due before
         # any of the few queries attends to it, and where layers compete: the maximum over fewer queries is lower.
-        is_early = policy.streaming and policy.delay * policy.chunk_size < 2 * LAST_LAYER_EVERY
+        is_early = layout.chunks.streaming and layout.chunks.delay_tokens < 2 * LAST_LAYER_EVERY
         self._needs_all_queries = layout.chunks.whole_chunks or is_early or policy.budget == "global"
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """See `CacheBackend.probe_tokens`: the question, at the end of each chunk and of the prompt."""
+        """Return the question's tokens where a chunk or the prompt ends, if the context has positions for them."""
         if self.scorer is None or not self._probes:
             return []
         limit = self._chunks.step_limit(sequence.num_computed_tokens, sequence.num_prompt_tokens)

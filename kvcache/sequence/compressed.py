@@ -295,9 +295,8 @@ class CompressedCache:
     def _leave_prefill_buffer(self, scale: float, prompt_tokens: int) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
         prefill_buffer, layout = self.prefill_buffer, self.layout
-        older = max(
-            prefill_buffer.length - layout.config.recent_tokens, self._num_sinks(prefill_buffer.length)
-        )  # [0, older) leaves
+        # [0, older) leaves
+        older = max(self.num_due(prompt_ends=True), self._num_sinks(prefill_buffer.length))
         tail = min(layout.tail_tokens(prompt_tokens), older)
         if older > tail:
             self._compress_prefill_buffer(older - tail, scale=scale)

@@ -38,6 +38,11 @@ class ChunkSchedule:
             whole_chunks = get_scorer(config.scorer).distance is None
         return cls(config.chunk_size, config.delay, config.recent_tokens, config.streaming, whole_chunks)
 
+    @property
+    def delay_tokens(self) -> int:
+        """Tokens that must have been read behind a chunk before it is due."""
+        return self.delay * self.chunk_size
+
     def step_limit(self, num_computed: int, num_prompt: int) -> int:
         """Return the most tokens of a prompt that one step may compute: to the end of its chunk or of the prompt."""
         left = num_prompt - num_computed
@@ -70,4 +75,4 @@ class ChunkSchedule:
         Args:
             overlaps: a chunk stays in the buffer while it is compressed in the background.
         """
-        return (self.delay + 1 + overlaps) * self.chunk_size
+        return self.delay_tokens + (1 + overlaps) * self.chunk_size
