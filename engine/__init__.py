@@ -3,14 +3,24 @@
 Owns models, attention, scheduling and sampling. Knows kvcache; knows nothing of files, prompts or jobs.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from engine.config import EngineConfig
 from engine.request import EngineStats, Request, Result, SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "EngineStats", "Request", "Result", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "EngineCore", "EngineStats", "Request", "Result", "SamplingParams"]
+
+if TYPE_CHECKING:
+    from engine.engine_core import EngineCore
+    from engine.llm import LLM
 
 
-def __getattr__(name: str):
-    # LLM imports torch; configs and requests must stay cheap to import.
+def __getattr__(name: str) -> Any:
+    # These two import torch; configs and requests must stay cheap to import.
+    if name == "EngineCore":
+        from engine.engine_core import EngineCore
+
+        return EngineCore
     if name == "LLM":
         from engine.llm import LLM
 

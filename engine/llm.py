@@ -1,348 +1,110 @@
-"""The facade: requests in, results out as rows finish."""
+"""`LLM`: texts in, texts out, for scripts and notebooks. Jobs use the `EngineCore` beneath it."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Tokens
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-from torch import Tensor
+import torch
+from transformers import AutoTokenizer
 
-from engine.budget import MIN_STEP_TOKENS, divide_budget
-from engine.cache.registry import make_cache
 from engine.config import EngineConfig
-from engine.constraint import constrain
-from engine.errors import EngineError
-from engine.models.decoder import Decoder
-from engine.monitoring import Monitor
-from engine.position_rebasing import positions_left
-from engine.prefix_cache import PrefixCache
-from engine.prompt_lookup import Drafter
-from engine.request import EngineStats, Request, Result
-from engine.request_pages import prefix_pages, request_pages
-from engine.runner import Runner
-from engine.sampling import make_random, sample
-from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
-from engine.sequence import Sequence
-from engine.stopping import cut_at_stop, finish_reason
+from engine.detokenizer import Detokenizer
+from engine.engine_core import EngineCore
+from engine.head_calibration import calibration_text
+from engine.memory import resolve_budget
+from engine.models import load_model
+from engine.models.basis import basis_for
+from engine.request import Request, Result, SamplingParams
+from kvcache.config import PRESETS, KVCacheConfig
 
-_END = object()
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM:
-    """Generate for many requests over one page pool.
+    """Generate for a list of prompts, over one compressed or full KV cache.
 
     Args:
-        model: a loaded decoder.
-        config: memory and step sizes.
-        decode: token ids → text, special tokens left out (`engine.detokenizer.Detokenizer`).
-
-    Attributes:
-        monitor: what the pool held and the lanes kept since the engine was made.
-
-    Raises:
-        BudgetError: The byte budget does not hold a step and a sequence.
-        EngineError: It is to be deterministic, and the device cannot be.
+        core: the engine.
+        tokenizer: of its model, from transformers.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
-        self.model = model
-        self.config = config
-        self.decode = decode
-        self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
-        self.cache = make_cache(self.budget, config, model)
-        self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
-        self.scheduler = Scheduler(
-            self.budget.step_tokens,
-            self.budget.max_sequences,
-            self.budget.layout.chunks,
-            alone=config.deterministic,
-        )
-        if config.deterministic and not self.runner.is_batch_invariant():
-            raise EngineError(
-                f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
-                "deterministic here; try another dtype"
-            )
-        self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
-        self.prefixes = PrefixCache(
-            self.cache, self.budget.layout, self.runner, self.budget.step_tokens, self.monitor.speed
-        )
-        self.drafter: Drafter | None = None
-        if config.prompt_lookup and not config.deterministic:
-            self.drafter = Drafter(self.budget.num_logits)
-        self._draining = False
-        self._end_token_ids = frozenset(model.config.eos_token_ids)
-        self._totals = dict.fromkeys(
-            (
-                "num_rows",
-                "prompt_tokens",
-                "cached_prompt_tokens",
-                "computed_prompt_tokens",
-                "completion_tokens",
-            ),
-            0,
-        )
+    def __init__(self, core: EngineCore, tokenizer: "PreTrainedTokenizerBase"):
+        self.core, self.tokenizer = core, tokenizer
 
-    def generate(
-        self, requests: Iterable[Request | None], observe: Callable[[int, Tensor], None] | None = None
-    ) -> Iterator[Result]:
-        """Yield a result for every request as it finishes.
-
-        Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
-        None among them lets all rows before it finish before the next one is pulled.
-        A request that can never run yields a result with finish reason `error`; others are not affected.
-        When the iterator is closed early, every page is given back.
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        cache: str | KVCacheConfig = "default",
+        memory: str | float | int = "60%",
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+        max_context: int | None = None,
+        weight_quant: str | None = None,
+    ) -> Self:
+        """Load a model of a local directory, as transformers saves it, for a cache policy.
 
         Args:
-            observe: told each row's id and the logits `[V]` by which its next token is chosen, before its constraint.
-        """
-        source = iter(requests)
-        try:
-            while True:
-                yield from self._fill(source)
-                plan = self.scheduler.plan_step()
-                if not plan.num_tokens:
-                    assert not self.scheduler.waiting, "a row waits though nothing runs"
-                    return
-                if self.drafter and not self.scheduler.waiting:
-                    plan = self.drafter.draft(plan)
-                yield from self._step(plan, observe)
-        finally:
-            self.clear_cache()
-
-    def prefill(self, request: Request) -> tuple[Sequence, Tensor]:
-        """Read a prompt, alone, and keep it until `clear_cache`.
-
-        Returns:
-            its sequence, and the logits `[1, V]` that would choose its first token.
+            cache: name of a preset (`kvcache.config.PRESETS`), or a policy.
+            memory: for keys, values and workspace: `"4GiB"`, `"60%"` of what is free, or bytes.
+            device: `cpu`, `cuda`, or `auto`: the GPU where there is one and the policy runs on it.
+            dtype: of weights and arithmetic; float32 on a CPU and bfloat16 on a GPU by default.
+            max_context: positions to prepare; the model's own by default.
+            weight_quant: `int8` keeps the layers' matrices in int8, on a CPU.
 
         Raises:
-            ValueError: The request can never run; the message says why.
+            ModelError: The model's files are missing, corrupt or of an unknown architecture.
+            BudgetError: The memory is not there, or too small.
+            ValueError: The preset is unknown, or the policy does not suit the model or the device.
         """
-        assert not self.scheduler.running and not self.scheduler.waiting, "other rows are in the engine"
-        problem = self._problem(request)
-        if problem:
-            raise ValueError(problem)
-        self.scheduler.add(Sequence(request, self._pages(request)))
-        if not self._admit():
-            raise ValueError("the pool has no room for the prompt and its prefix together")
-        [sequence] = self.scheduler.running
-        while sequence.in_prefill:
-            _, logits = self.runner.execute(self.scheduler.plan_step())
-        return sequence, logits
-
-    def stats(self) -> EngineStats:
-        """Return the totals since the engine was made."""
-        totals = dict(self._totals)
-        totals["computed_prompt_tokens"] += self.prefixes.computed_tokens
-        return EngineStats(
-            **totals,
-            num_steps=self.monitor.num_steps,
-            kv_pool_bytes=self.monitor.pool_bytes,
-            kv_allocated_bytes=self.cache.allocated_bytes,
-            kv_used_bytes=self.cache.used_bytes,
-            kv_mean_bytes=self.monitor.mean_used_bytes,
-            kv_peak_bytes=self.cache.peak_bytes,
-            drafted_tokens=self.drafter.drafted_tokens if self.drafter else 0,
-            accepted_tokens=self.drafter.accepted_tokens if self.drafter else 0,
+        policy = cache if isinstance(cache, KVCacheConfig) else _preset(cache)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() and not policy.compresses else "cpu"
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = load_model(
+            path,
+            dtype=dtype or (torch.float32 if device == "cpu" else torch.bfloat16),
+            device=device,
+            max_context=max_context,
+            weight_quant=weight_quant,
+            basis=basis_for(policy, weight_quant),
         )
+        config = EngineConfig(
+            memory_budget_bytes=resolve_budget(memory, device),
+            cache=policy,
+            calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
+        )
+        return cls(EngineCore(model, config, Detokenizer(tokenizer)), tokenizer)
 
-    @contextmanager
-    def limited(self, step_ratio: float, max_sequences: int) -> Iterator[None]:
-        """Compute and hold less at once in a block: a part of the step's tokens, so many rows at most.
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Result]:
+        """Generate for every prompt; return the results in the order of the prompts.
 
-        Enter it only while nothing is generated.
+        A prompt that cannot run, such as one longer than the model's context, has a result with finish reason `error`
+        and its reason in `error_message`; the others are not affected.
+
+        Args:
+            prompts: texts, which the tokenizer encodes with its special tokens, or token ids.
+            sampling: for all prompts; greedy by default. Each prompt draws from a seed of its own: the seed plus its
+                place in the list.
         """
-        whole = self.scheduler.step_tokens, self.scheduler.max_sequences
-        fewest = self.config.cache.chunk_size if self.config.cache.compresses else MIN_STEP_TOKENS
-        tokens = max(min(whole[0], fewest), int(whole[0] * step_ratio))
-        self._limit(tokens, min(whole[1], max_sequences))
-        try:
-            yield
-        finally:
-            self._limit(*whole)
-
-    def _limit(self, step_tokens: int, max_sequences: int) -> None:
-        self.scheduler.step_tokens = self.prefixes.step_tokens = step_tokens
-        self.scheduler.max_sequences = max_sequences
-
-    def clear_cache(self) -> None:
-        """Drop every row and give every page back."""
-        for sequence in list(self.scheduler.running):
-            self.scheduler.finish(sequence)
-            if sequence.cache is not None:  # None: stopped while its prefix was computed
-                sequence.cache.free()
-        self.scheduler.waiting.clear()
-        self._draining = False
-        self.prefixes.clear()
-        self.cache.check()
-
-    def _fill(self, source: Iterator[Request | None]) -> Iterator[Result]:
-        """Admit rows until one has to wait, pulling requests as needed."""
-        while True:
-            if not self.scheduler.waiting:
-                if self._draining and self.scheduler.running:
-                    return
-                request = next(source, _END)
-                self._draining = request is None
-                if request is _END:
-                    return
-                if request is None:
-                    continue
-                problem = self._problem(request)
-                if problem:
-                    yield Result.failed(request, problem)
-                    continue
-                self.scheduler.add(Sequence(request, self._pages(request)))
-            if not self._admit():
-                return
-
-    def _admit(self) -> bool:
-        """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
-        head = self.scheduler.waiting[0]
-        tokens = head.request.prefix
-
-        def fits(num_pages: int) -> bool:
-            missing = self.prefixes.missing_pages(tokens)
-            return self.cache.can_open(num_pages + missing, 2 if missing else 1)
-
-        if not fits(head.num_pages):
-            self.prefixes.drop_idle(
-                {tokens} | {sequence.request.prefix for sequence in self.scheduler.running}
-            )
-        sequence = self.scheduler.admit(fits)
-        if sequence is None:
-            return False
-        prefix = self.prefixes.get(tokens) if tokens else None
-        sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
-        sequence.random = make_random(sequence.request.sampling, self.model.device)
-        sequence.constraint = sequence.request.constraint and sequence.request.constraint()
-        if prefix:
-            sequence.reuse(len(tokens))
-        return True
-
-    def _problem(self, request: Request) -> str | None:
-        """Return why a request can never run, or None."""
-        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
-        if not 0 <= request.prefix_tokens < prompt:
-            return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
-        context = self.model.config.max_context
-        if request.streams:
-            if not self.config.cache.can_stream or request.prefix_tokens:
-                return (
-                    "a streamed prompt needs a cache policy that judges chunk by chunk, and shares no prefix"
-                )
-            left = positions_left(
-                context, self.budget.prefill_buffer_tokens, new, len(request.probe_token_ids)
-            )
-            if left < self.config.cache.chunk_size:
-                return (
-                    f"the model's context of {context:,} is too short to stream: the newest "
-                    f"{self.budget.prefill_buffer_tokens:,} tokens and an answer leave {left:,} positions to all others"
-                )
-        elif request.max_tokens > context:
-            return f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of {context:,}"
-        vocab_size = self.model.config.vocab_size
-        unknown = next((t for t in request.prompt_token_ids if not 0 <= t < vocab_size), None)
-        if unknown is not None:
-            return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
-        layout = self.budget.layout
-        pages = self._pages(request) + prefix_pages(layout, request.prefix_tokens)
-        if pages > self.cache.num_blocks:
-            return (
-                f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
-                f"cache, the pool has {self.cache.allocated_bytes:,}"
-            )
-        return None
-
-    def _pages(self, request: Request) -> int:
-        new = request.sampling.max_new_tokens
-        return request_pages(
-            self.budget.layout,
-            len(request.prompt_token_ids),
-            new,
-            prefix_tokens=request.prefix_tokens,
-            longest_prompt=self.model.config.max_context - new if request.streams else None,
+        sampling = sampling or SamplingParams()
+        requests = (
+            Request(place, self._encode(prompt), replace(sampling, seed=sampling.seed + place))
+            for place, prompt in enumerate(prompts)
         )
+        results = {result.request_id: result for result in self.core.generate(requests)}
+        return [results[place] for place in range(len(prompts))]
 
-    def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
-        """Execute a plan, append the chosen tokens and yield the rows that end with them."""
-        started_s = time.perf_counter()
-        ready, logits = self.runner.execute(plan)
-        step_s = time.perf_counter() - started_s
-        self.monitor.note_step(plan, len(self.scheduler.running), step_s)
-        self._totals["computed_prompt_tokens"] += sum(chunk.num_tokens for chunk in plan.chunks)
-        for sequence, seconds in plan.shares(step_s):
-            sequence.spend(seconds)
-        guesses = {draft.sequence: draft.guesses for draft in plan.drafts}
-        firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
-        rows = dict(zip(ready, firsts, strict=False))
-        num_accepted = 0
-        while ready:
-            yield from self._choose(ready, logits[[rows[s] for s in ready]] if guesses else logits, observe)
-            # Whose token was guessed right chooses the next one from the same step.
-            ready = [s for s in ready if not s.finish_reason and guesses.get(s, ())[:1] == (s.token_ids[-1],)]
-            for sequence in ready:
-                self.runner.count_guess(sequence)
-                guesses[sequence] = guesses[sequence][1:]
-                rows[sequence] += 1
-            num_accepted += len(ready)
-        if self.drafter:
-            self.drafter.note(plan, num_accepted, step_s)
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _choose(
-        self,
-        ready: list[Sequence],
-        logits: Tensor,  # [N, V]
-        observe: Callable[[int, Tensor], None] | None,
-    ) -> Iterator[Result]:
-        """Append the token that each row chooses, and yield the rows that end with it."""
-        if observe:
-            for sequence, row in zip(ready, logits, strict=True):
-                observe(sequence.request.request_id, row)
-        logits = constrain(logits, [s.constraint for s in ready])
-        tokens = sample(logits, [s.request.sampling for s in ready], [s.random for s in ready])
-        for sequence, token in zip(ready, tokens, strict=True):
-            if token is None:
-                sequence.finish_reason = "error"
-                sequence.error_message = "the model's logits are not finite numbers"
-            else:
-                sequence.token_ids.append(token)
-                sequence.finish_reason = finish_reason(
-                    sequence.generated, sequence.request.sampling, self._end_token_ids, self.decode
-                )
-                if sequence.constraint:
-                    sequence.constraint.advance(token)
-                    if sequence.constraint.finished:
-                        sequence.finish_reason = "stop"
-            if sequence.finish_reason:
-                yield self._finish(sequence)
 
-    def _finish(self, sequence: Sequence) -> Result:
-        layout = self.budget.layout
-        generated = sequence.generated
-        text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
-        self.monitor.note_end(sequence.cache.lane_usage)
-        self._totals["num_rows"] += 1
-        self._totals["prompt_tokens"] += sequence.num_prompt_tokens
-        self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens
-        self._totals["completion_tokens"] += len(generated)
-        result = Result(
-            request_id=sequence.request.request_id,
-            token_ids=generated,
-            text=text,
-            finish_reason=sequence.finish_reason,
-            error_message=sequence.error_message,
-            prompt_tokens=sequence.num_prompt_tokens,
-            completion_tokens=len(generated),
-            cached_prompt_tokens=sequence.cached_prompt_tokens,
-            num_chunks=sequence.num_chunks,
-            kv_full_bytes=sequence.kv_len * layout.token_bytes,
-            kv_kept_bytes=sequence.cache.kept_bytes,
-            kv_peak_bytes=sequence.cache.held_bytes,
-            prefill_s=sequence.prefill_s,
-            decode_s=sequence.decode_s,
-        )
-        self.scheduler.finish(sequence)
-        sequence.cache.free()
-        return result
+def _preset(name: str) -> KVCacheConfig:
+    if name not in PRESETS:
+        raise ValueError(f"cache {name!r} is no preset; use one of {', '.join(PRESETS)}, or a KVCacheConfig")
+    return PRESETS[name]

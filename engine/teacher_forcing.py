@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.llm import LLM
+from engine.engine_core import EngineCore
 from engine.request import Request, Result
 from engine.sequence import Sequence
 
@@ -15,7 +15,7 @@ from engine.sequence import Sequence
 class Reading:
     """A prompt that has been read; nothing more is cached, however much is asked."""
 
-    def __init__(self, llm: LLM, sequence: Sequence, next_logits: Tensor):
+    def __init__(self, llm: EngineCore, sequence: Sequence, next_logits: Tensor):
         self._llm = llm
         self._sequence = sequence
         self._next_logits = next_logits  # [1, V]
@@ -37,7 +37,7 @@ class Reading:
 
 
 @contextmanager
-def reading(llm: LLM, request: Request) -> Iterator[Reading]:
+def reading(llm: EngineCore, request: Request) -> Iterator[Reading]:
     """Read a request's prompt, alone in the engine, and stop where its first token would be chosen.
 
     Raises:
@@ -50,7 +50,7 @@ def reading(llm: LLM, request: Request) -> Iterator[Reading]:
         llm.clear_cache()
 
 
-def answer(llm: LLM, request: Request) -> tuple[Result, Tensor]:
+def answer(llm: EngineCore, request: Request) -> tuple[Result, Tensor]:
     """Generate a request, alone in the engine.
 
     Returns:

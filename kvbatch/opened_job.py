@@ -182,7 +182,7 @@ def open_job(
         from kvbatch.prompts.tokenizer import PieceTokenizer
 
     corpus.check()
-    model = open_model(job.model, job.engine, kept=kept)
+    model = open_model(job.model, job.engine, job.cache.policy, kept=kept)
     for note in model.notes:
         progress.note(f"warning: model {job.model.name}: {note}")
     time = (earlier and prompt_time(earlier.read_manifest())) or now()

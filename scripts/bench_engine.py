@@ -1,6 +1,6 @@
 """Measure the engine on a file of prompts and print one RESULT line.
 
-Times `engine.LLM` alone, or with `--peer transformers` that library's `generate` on the same token ids in
+Times `engine.EngineCore` alone, or with `--peer transformers` that library's `generate` on the same token ids in
 the same dtype, one document at a time. Greedy, end of text ignored; loading the model is not counted. Run
 both one after the other on a quiet machine and quote the ratio.
 
@@ -38,17 +38,17 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     """
     from transformers import AutoTokenizer
 
-    from engine import LLM, EngineConfig, Request, SamplingParams
+    from engine import EngineConfig, EngineCore, Request, SamplingParams
     from engine.budget import cache_layout
     from engine.detokenizer import Detokenizer
     from engine.memory import resolve_budget
     from engine.models import load_model
+    from engine.models.basis import basis_for
     from kvbatch.model.handle import resolve_device, resolve_dtype
     from kvcache.config import KVCacheConfig
 
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
-    model = load_model(args.model, dtype=dtype, device=device, weight_quant=args.weight_quant)
     config = EngineConfig(
         memory_budget_bytes=resolve_budget(args.memory, device),
         step_tokens=args.step_tokens,
@@ -60,6 +60,13 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
             **({"whole_dtype": args.whole_dtype} if args.whole_dtype else {}),
         ),
     )
+    model = load_model(
+        args.model,
+        dtype=dtype,
+        device=device,
+        weight_quant=args.weight_quant,
+        basis=basis_for(config.cache, args.weight_quant),
+    )
     sampling = SamplingParams(max_new_tokens=args.max_new, ignore_eos=True)
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
     # As in a job, the pool is as large as the work needs, and never larger than the budget.
@@ -68,7 +75,9 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         layout.sequence_pages(len(prompt) + args.max_new, new_tokens=args.max_new) for prompt in prompts
     )
     config = replace(config, pool_pages=needed)
-    llm = LLM(model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True)))
+    llm = EngineCore(
+        model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True))
+    )
 
     start = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import Decoder, load_model
+from engine.models.basis import ROTATED
 from kvbatch.model.source import resolve_model
 from kvcache.config import KVCacheConfig
 
@@ -24,7 +25,7 @@ def measure(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Return what the rows say, and the figures of their tail."""
     cache = KVCacheConfig.preset(preset)
-    llm = LLM(model, EngineConfig(768 << 20, cache=cache, prompt_lookup=lookup), str)
+    llm = EngineCore(model, EngineConfig(768 << 20, cache=cache, prompt_lookup=lookup), str)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     execute, num_steps, started_s, num_before = llm.runner.execute, 0, 0.0, 0
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print a table row for every preset and number of rows."""
     args = _arguments(argv)
     torch.set_num_threads(args.threads)
-    model = load_model(args.model, dtype=getattr(torch, args.dtype))
+    model = load_model(args.model, dtype=getattr(torch, args.dtype), basis=ROTATED)
     prompts = [
         row["prompt_token_ids"]
         for row in json.loads(args.prompts.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ class NullEngine:
         self.monitor = SimpleNamespace(samples=[], lanes=None, speed=SpeedFit())
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Result]:
-        """See `LLM.generate`; None drains."""
+        """See `EngineCore.generate`; None drains."""
         held: list[Request] = []
         for request in requests:
             if request:
@@ -70,7 +70,7 @@ class NullEngine:
         )
 
     def stats(self) -> EngineStats:
-        """See `LLM.stats`."""
+        """See `EngineCore.stats`."""
         return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 

@@ -22,10 +22,11 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.head_calibration import calibration_text
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
 from kvbatch.model.source import resolve_model
 from kvbatch.prompts.builder import PromptBuilder
@@ -126,7 +127,7 @@ def main() -> None:
     rows = make_requests(tokenizer, args)
     if not rows:
         parser.error("no question has a prompt of at most --max-prompt-tokens")
-    model = load_model(args.model, dtype=torch.float32)
+    model = load_model(args.model, dtype=torch.float32, basis=ROTATED)  # suits every policy
     texts: dict[str, list[str]] = {}
     summary: dict[str, dict[str, dict[str, float]]] = {}
     for preset in ["none", *args.presets.split(",")]:
@@ -136,7 +137,7 @@ def main() -> None:
             prompt_lookup=False,  # the same answers whatever the machine's load
             calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
         )
-        llm = LLM(model, config, Detokenizer(tokenizer))
+        llm = EngineCore(model, config, Detokenizer(tokenizer))
         results = llm.generate(request for _, request in rows)
         done = {r.request_id: r for r in tqdm(results, total=len(rows), desc=preset)}
         del llm

@@ -22,10 +22,11 @@ from statistics import mean
 import torch
 from tqdm import tqdm
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.head_calibration import calibration_text
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from engine.teacher_forcing import Reading, reading
 from kvbatch.estimate.pareto_plot import Point, draw_frontier
 from kvbatch.model.source import resolve_model
@@ -103,7 +104,7 @@ def make_cases(kind: str, path: str, tokenizer, args: argparse.Namespace) -> lis
     return cases[args.skip :]
 
 
-def make_llm(model, tokenizer, config: KVCacheConfig, args: argparse.Namespace) -> LLM:
+def make_llm(model, tokenizer, config: KVCacheConfig, args: argparse.Namespace) -> EngineCore:
     """Return an engine under one policy."""
     encode = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
     engine = EngineConfig(
@@ -113,10 +114,10 @@ def make_llm(model, tokenizer, config: KVCacheConfig, args: argparse.Namespace) 
         repeat_token_ids=encode(REPEAT),
         calibration_token_ids=encode(calibration_text()),
     )
-    return LLM(model, engine, Detokenizer(tokenizer))
+    return EngineCore(model, engine, Detokenizer(tokenizer))
 
 
-def read(llm: LLM, case: Case, probe: list[int] | None = None):
+def read(llm: EngineCore, case: Case, probe: list[int] | None = None):
     """Read a case's context; see `reading`."""
     sampling = SamplingParams(max_new_tokens=1)
     return reading(llm, Request(0, case.context, sampling, probe_token_ids=tuple(probe or ())))
@@ -128,7 +129,7 @@ def answer_nll(context: Reading, question: list[int], answer: list[int]) -> floa
     return -float(probs.gather(1, torch.tensor(answer)[:, None]).mean())
 
 
-def measure(llm: LLM, case: Case, known: bool, reference: dict | None) -> dict:
+def measure(llm: EngineCore, case: Case, known: bool, reference: dict | None) -> dict:
     """Return a case's figures, the reference's own (with its log-probabilities) if there is none to compare with."""
     target = torch.tensor(case.continuation)
     with read(llm, case) as context:
@@ -180,7 +181,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = load_model(args.model, dtype=torch.float32)
+    model = load_model(args.model, dtype=torch.float32, basis=ROTATED)  # suits every policy
     policies = {name: KVCacheConfig.preset(name) for name in args.presets.split(",") if name}
     for item in args.set:
         name, _, changes = item.partition("=")

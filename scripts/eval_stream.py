@@ -14,14 +14,15 @@ import torch
 from eval_compression import Case, answer_nll, make_cases, make_llm
 from transformers import AutoTokenizer
 
-from engine import LLM, Request, SamplingParams
+from engine import EngineCore, Request, SamplingParams
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from engine.teacher_forcing import reading
 from kvbatch.model.source import resolve_model
 from kvcache.config import KVCacheConfig
 
 
-def measure(llm: LLM, cases: list[Case], num_kept: int | None, streams: bool) -> dict[str, float]:
+def measure(llm: EngineCore, cases: list[Case], num_kept: int | None, streams: bool) -> dict[str, float]:
     """Return the means of a policy over all cases, each read up to its end, or the last `num_kept` tokens of it."""
     nll, known, unknown, num_bytes = [], [], [], []
     for case in cases:
@@ -67,8 +68,8 @@ def main() -> None:
             *item.split("=", 1), tokenizer, argparse.Namespace(**vars(args) | {"context": args.length})
         )
     ]
-    whole = load_model(args.model, dtype=torch.float32)
-    short = load_model(args.model, dtype=torch.float32, max_context=args.context)
+    whole = load_model(args.model, dtype=torch.float32, basis=ROTATED)
+    short = load_model(args.model, dtype=torch.float32, max_context=args.context, basis=ROTATED)
     policies = {name: KVCacheConfig.preset(name) for name in args.presets.split(",") if name}
     for item in args.set:
         name, _, changes = item.partition("=")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from engine.models import Decoder, load_model
+from engine.models.basis import PLAIN, ROTATED
 from kvbatch.model.handle import resolve_dtype
 from kvbatch.model.source import resolve_model
 from kvcache.kernels.registry import cpu_kernels
@@ -57,7 +58,12 @@ def main() -> None:
     num_predicted = sum(len(window) - 1 for window in windows)
     means = []
     for quant in (None, "int8"):
-        model = load_model(args.model, dtype=resolve_dtype(args.dtype, "cpu"), weight_quant=quant)
+        model = load_model(
+            args.model,
+            dtype=resolve_dtype(args.dtype, "cpu"),
+            weight_quant=quant,
+            basis=ROTATED if quant else PLAIN,
+        )
         means.append(sum(negative_log_likelihood(model, window) for window in windows) / num_predicted)
         name = quant or str(model.dtype).removeprefix("torch.")
         print(

@@ -35,9 +35,12 @@ _KERNELS = ("kvcache.kernels.cpu.ops", "kvcache.kernels.reference")
 PARTS: dict[str, tuple[str, ...]] = {
     "opening": ("kvbatch.model.handle:open_model", "kvbatch.corpus.corpus:Corpus.check"),
     "reading": ("kvbatch.corpus.corpus:Corpus.documents",),
-    "tokenizing": ("kvbatch.prompts.builder:PromptBuilder.build_batch", "engine.llm:LLM._problem"),
+    "tokenizing": (
+        "kvbatch.prompts.builder:PromptBuilder.build_batch",
+        "engine.engine_core:EngineCore._problem",
+    ),
     "planning": ("kvbatch.plan.planner:Planner.write",),
-    "loading": ("engine.models:load_model", "engine.llm:make_cache"),
+    "loading": ("engine.models:load_model", "engine.engine_core:make_cache"),
     "GEMM": ("engine.models.layers:Passes._project", "engine.models.layers:Passes._add_projected"),
     "vocabulary": ("engine.models.decoder:Decoder.logits",),
     "elementwise": ("engine.models.decoder:Decoder.forward",),
@@ -51,12 +54,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "engine.cache.full:FullCache.advance",
         "engine.cache.compressed:CompressedBackend.advance",
     ),
-    "sampling": ("engine.llm:sample",),
-    "detokenizing": ("engine.detokenizer:Detokenizer.__call__", "engine.llm:finish_reason"),
+    "sampling": ("engine.engine_core:sample",),
+    "detokenizing": ("engine.detokenizer:Detokenizer.__call__", "engine.engine_core:finish_reason"),
     "scheduling": (
         "engine.runner:Runner.execute",
         "engine.scheduler:Scheduler.plan_step",
-        "engine.llm:LLM._fill",
+        "engine.engine_core:EngineCore._fill",
         "engine.monitoring:Monitor.note_step",
     ),
     "writing": (

@@ -14,6 +14,4 @@ def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBac
         return FullCache(budget, config, model)
     from engine.cache.compressed import CompressedBackend
 
-    if config.cache.quantizes:
-        model.rotate_heads()
     return CompressedBackend(budget, config, model)

@@ -18,6 +18,7 @@ from engine.kernels import reference
 from engine.kernels.int8 import Int8Weight
 from engine.kernels.packed import PackedWeight
 from engine.kernels.registry import float_panel, layer_kernels
+from engine.models.basis import PLAIN, BasisTable
 from engine.models.config import ModelConfig
 from engine.models.layers import LayerPasses, Passes
 from engine.models.rope import moved_keys, rope_tables
@@ -32,20 +33,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """A model ready to run. One thread uses it at a time, since calls share the workspace.
 
-    Attributes:
-        is_rotated: heads are in the rotated basis; attention is the same in any.
+    Args:
+        config: the model's.
+        weights: loaded, their values in the basis of `basis`.
+        basis: of queries, keys and values.
+        turns: whether queries and keys are computed in that basis too.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, is_rotated: bool = False) -> None:
-        """Take loaded weights and prepare the rope tables for the whole context.
-
-        Args:
-            is_rotated: the weights make values in the rotated basis.
-        """
+    def __init__(
+        self, config: ModelConfig, weights: Weights, basis: BasisTable = PLAIN, *, turns: bool = True
+    ) -> None:
         self.config = config
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
-        self.is_rotated = is_rotated
+        self.basis = basis
+        self._turns = turns and basis.rotates
         self._weights = weights
         self._kernels = kernels_of(config, self.device)
         self._turn = rotation(config.head_dim).to(self.device)
@@ -65,27 +67,17 @@ class Decoder:
 
     def move_keys(self, keys: Tensor, offsets: Tensor) -> Tensor:
         """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""
-        if not self.is_rotated:
+        if not self._turns:
             return moved_keys(keys, offsets, self.config.rope)
         turn = self._turn  # its own inverse
         return moved_keys(keys.float() @ turn, offsets, self.config.rope) @ turn
 
-    def rotate_heads(self) -> None:
-        """Compute queries, keys and values in the rotated basis from now on, in which few bits do.
+    def unrotated(self) -> "Decoder":
+        """Return the model with queries and keys in the plain basis, over the same weights.
 
-        What the model computes stays the same but for rounding; keys and values cached before are of no use any more.
-        Values are rotated by the weights, queries and keys by the pass that rotates them by position.
+        Values stay in the basis of the weights, and so cancels out what the attention's output does to them.
         """
-        if not self.is_rotated:
-            layers = list(self._weights.layers)
-            # so that one alone is there in both forms
-            self._weights = replace(self._weights, layers=())
-            del self._passes
-            for index, layer in enumerate(layers):
-                layers[index] = rotate_values(layer, self.config)
-            self._weights = replace(self._weights, layers=tuple(layers))
-            self.is_rotated = True
-            self._passes = self._make_passes()
+        return Decoder(self.config, self._weights, self.basis, turns=False) if self._turns else self
 
     @torch.inference_mode()
     def forward(
@@ -138,9 +130,9 @@ class Decoder:
         if self._kernels is not reference:
             from engine.models.compiled_layers import CompiledPasses, can_compile
 
-            if can_compile(self.config, layers, is_rotated=self.is_rotated):
-                return CompiledPasses(self.config, layers, is_rotated=self.is_rotated)
-        return Passes(self.config, layers, self._kernels, self._turn if self.is_rotated else None)
+            if can_compile(self.config, layers, is_rotated=self._turns):
+                return CompiledPasses(self.config, layers, is_rotated=self._turns)
+        return Passes(self.config, layers, self._kernels, self._turn if self._turns else None)
 
 
 def load_model(
@@ -151,12 +143,15 @@ def load_model(
     max_context: int | None = None,
     trust_remote_code: bool = False,
     weight_quant: str | None = None,
+    basis: BasisTable = PLAIN,
 ) -> Decoder:
     """Load the model of a local directory.
 
     Args:
         weight_quant: `int8` keeps the layers' matrices in int8 and multiplies them by activations rounded to int8
             (`engine.models.weight_transforms`); embedding, vocabulary and norms stay.
+        basis: of queries, keys and values; `basis_for` says which one a cache policy needs. Int8 weights are rounded in
+            it.
 
     Raises:
         UnsupportedModelError: the engine cannot run it; the message names why.
@@ -172,10 +167,16 @@ def load_model(
         dtype=dtype,
         device=device,
         panel=float_panel(kernels, dtype),
-        convert=partial(to_int8, config=config, kernels=kernels) if weight_quant else None,
+        convert=partial(to_int8, config=config, kernels=kernels, basis=basis) if weight_quant else None,
     )
     config = replace(config, tie_embeddings=weights.head is weights.embedding)  # as the files have it
-    return Decoder(config, weights, is_rotated=bool(weight_quant))
+    if basis.rotates and not weight_quant:
+        layers = list(weights.layers)
+        weights = replace(weights, layers=())  # so that no more than one layer is in memory in both bases
+        for index, layer in enumerate(layers):
+            layers[index] = rotate_values(layer, config)
+        weights = replace(weights, layers=tuple(layers))
+    return Decoder(config, weights, basis)
 
 
 def _tensors(weights: Weights) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import quantize_weight
 from engine.kernels.packed import PackedWeight, pack_weight
+from engine.models.basis import BasisTable
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 from kvcache.quantize.pages import fold_value_rotation
@@ -48,12 +49,13 @@ def _with_weight(projection: Projection, matrix: Tensor, dtype: torch.dtype) -> 
     return projection
 
 
-def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType) -> LayerWeights:
+def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType, basis: BasisTable) -> LayerWeights:
     """Return the layer with its matrices in int8, each output's largest weight rounded to 127.
 
-    Values are rotated first, since int8 weights can no more be; it also spreads their outliers.
+    Values go into their basis first: int8 weights can no longer be rotated.
     """
-    layer = rotate_values(layer, config)
+    if basis.rotates:
+        layer = rotate_values(layer, config)
 
     def convert(projection: Projection) -> Projection:
         bias = None if projection.bias is None else projection.bias.float()

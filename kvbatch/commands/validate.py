@@ -145,7 +145,7 @@ def _model(job: Job) -> Iterator[Finding]:
 
     try:
         kept = precision_to_keep(job, find_unfinished_run(job), None, new_run=False)
-        model = open_model(job.model, job.engine, kept=kept, look_only=True)
+        model = open_model(job.model, job.engine, job.cache.policy, kept=kept, look_only=True)
     except ModelAbsent as error:
         yield Finding("model", "note", f"{job.model.name}: {error}; prompt and memory are checked then")
         return

@@ -21,7 +21,7 @@ from kvbatch.run_dir.manifest import RunDirectory
 from kvbatch.text import counted
 
 if TYPE_CHECKING:
-    from engine import LLM, EngineConfig, Request
+    from engine import EngineConfig, EngineCore, Request
     from kvbatch.opened_job import OpenedJob
     from kvbatch.plan.memory_plan import MemoryPlan
     from kvcache.config import KVCacheConfig
@@ -150,9 +150,9 @@ class QualitySample:
             self._progress.advance(1, len(request.prompt_token_ids))
         return rows
 
-    def _engine(self, policy: "KVCacheConfig", requests: Sequence["Request"]) -> "LLM":
+    def _engine(self, policy: "KVCacheConfig", requests: Sequence["Request"]) -> "EngineCore":
         """Return an engine whose pool holds the longest of the rows, alone."""
-        from engine import LLM
+        from engine import EngineCore
         from engine.budget import cache_layout
         from engine.detokenizer import Detokenizer
 
@@ -167,7 +167,7 @@ class QualitySample:
                 + (layout.sequence_pages(r.prefix_tokens) if r.prefix_tokens else 0)
                 for r in requests
             )
-            return LLM(
+            return EngineCore(
                 self._decoder, replace(config, pool_pages=pages), Detokenizer(self._opened.model.tokenizer)
             )
         except ValueError as error:  # a policy that does not suit the model, a budget that is too small
@@ -175,7 +175,7 @@ class QualitySample:
 
 
 def _compare_row(
-    row_id: str, request: "Request", full: "LLM", engines: Mapping[str, "LLM"]
+    row_id: str, request: "Request", full: "EngineCore", engines: Mapping[str, "EngineCore"]
 ) -> list[dict[str, Any]]:
     from engine.teacher_forcing import answer, drift, reading
 

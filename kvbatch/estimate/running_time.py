@@ -52,7 +52,7 @@ def keeping_rows(shards: Iterator[list[PlanRow]], rows: list[PlanRow]) -> Iterat
 
 def calibrate(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> None:
     """Run a few of the job's own rows, together, and keep how fast they ran and how long their answers were."""
-    from engine import LLM
+    from engine import EngineCore
     from engine.detokenizer import Detokenizer
 
     progress.start("calibrating")
@@ -74,7 +74,7 @@ def calibrate(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> 
     pages = sum(
         layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens) for r in requests
     ) + layout.sequence_pages(max(r.prefix_tokens for r in requests) or 1)
-    llm = LLM(opened.model.decoder, memory.with_pool(pages), Detokenizer(opened.model.tokenizer))
+    llm = EngineCore(opened.model.decoder, memory.with_pool(pages), Detokenizer(opened.model.tokenizer))
     started_s = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}
     seconds = time.perf_counter() - started_s

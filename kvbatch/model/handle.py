@@ -12,10 +12,12 @@ from kvbatch.job_file.sections import EngineSection, ModelSection
 if TYPE_CHECKING:
     import torch
 
+    from engine.models.basis import BasisTable
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
     from kvbatch.model.precision import KeptPrecision, Precision
     from kvbatch.model.threads import Threads
+    from kvcache.config import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class ModelHandle:
         threads: the same of CPU threads.
         num_weights: numbers that the weights consist of.
         files: those of the directory, as they were found.
+        basis: what its heads are loaded in.
         notes: what a user should know of the model.
     """
 
@@ -43,6 +46,7 @@ class ModelHandle:
     threads: "Threads"
     num_weights: int
     files: list[dict[str, Any]]
+    basis: "BasisTable"
     notes: tuple[str, ...] = ()
 
     @property
@@ -88,6 +92,7 @@ class ModelHandle:
                 max_context=self.section.max_context,
                 trust_remote_code=self.section.trust_remote_code,
                 weight_quant=self.section.weight_quant,
+                basis=self.basis,
             )
         except ModelError as error:
             raise ModelUnavailable(f"model {self.section.name}: {error}") from error
@@ -106,6 +111,7 @@ class ModelHandle:
 def open_model(
     section: ModelSection,
     engine: EngineSection,
+    policy: "KVCacheConfig",
     *,
     kept: "KeptPrecision | None" = None,
     look_only: bool = False,
@@ -113,6 +119,7 @@ def open_model(
     """Find the model, read its configuration and tokenizer, and check the files of its weights.
 
     Args:
+        policy: of the cache that the model is loaded for.
         kept: precision of the run whose rows stand beside those of the job.
         look_only: fetch nothing, and do without the device and the weights if they are not here.
 
@@ -125,6 +132,7 @@ def open_model(
 
     from engine.errors import ModelError
     from engine.model_files import holds_weights
+    from engine.models.basis import basis_for
     from engine.models.config import ModelConfig
     from engine.models.weights import check_weights, count_weights
     from kvbatch.model.precision import choose_precision
@@ -178,6 +186,7 @@ def open_model(
         threads,
         num_weights,
         files,
+        basis_for(policy, section.weight_quant),
         notes,
     )
 

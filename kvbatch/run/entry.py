@@ -37,7 +37,7 @@ from kvbatch.run_dir.verify import find_problems
 from kvbatch.signals import Stopper
 
 if TYPE_CHECKING:
-    from engine import LLM, EngineConfig
+    from engine import EngineConfig, EngineCore
     from kvbatch.corpus import Corpus
     from kvbatch.model.handle import ModelHandle
     from kvbatch.run.session import RunSession
@@ -62,7 +62,7 @@ def run_job(
     stopper: Stopper | None = None,
     on_run: Callable[[RunDirectory], None] = lambda run: None,
     origin: Mapping[str, Any] | None = None,
-    make_llm: "Callable[[ModelHandle, EngineConfig], LLM] | None" = None,
+    make_llm: "Callable[[ModelHandle, EngineConfig], EngineCore] | None" = None,
 ) -> RunOutcome:
     """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
 
@@ -196,20 +196,20 @@ def _done_run(
     return done or (find_run_of_same_rows(job, corpus) if job.input.incremental else None)
 
 
-def load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":
+def load_llm(model: "ModelHandle", config: "EngineConfig") -> "EngineCore":
     """Load a model into an engine.
 
     Raises:
         ModelUnavailable: The engine cannot be made of it, or its memory cannot be had.
     """
-    from engine import LLM
+    from engine import EngineCore
     from engine.detokenizer import Detokenizer
     from engine.errors import EngineError
     from engine.memory import is_out_of_memory
 
     decoder = model.decoder
     try:
-        return LLM(decoder, config, Detokenizer(model.tokenizer))
+        return EngineCore(decoder, config, Detokenizer(model.tokenizer))
     except EngineError as error:
         raise ModelUnavailable(f"model {model.section.name}: {error}") from error
     except Exception as error:

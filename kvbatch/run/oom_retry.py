@@ -12,7 +12,7 @@ from engine.memory import is_out_of_memory, release_memory
 from kvbatch.errors import KvbatchError
 
 if TYPE_CHECKING:
-    from engine import LLM
+    from engine import EngineCore
 
 RUNGS = ("smaller_chunk", "smaller_bin", "row_alone")
 DEAD_LETTER = "dead_letter"
@@ -26,11 +26,11 @@ class OomRetry:
         on_step: told the rung and the rows it is for.
     """
 
-    def __init__(self, llm: "LLM", on_step: Callable[[str, Sequence[Request]], None]):
+    def __init__(self, llm: "EngineCore", on_step: Callable[[str, Sequence[Request]], None]):
         self._llm, self._on_step = llm, on_step
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Result, tuple[str, ...]]]:
-        """Yield every result with what was done before because memory ran out; takes what `LLM.generate` takes."""
+        """Yield every result with what was done before because memory ran out; takes what the engine takes."""
         running: dict[Hashable, Request] = {}
         source = _noted(requests, running)
         while True:

@@ -28,7 +28,7 @@ from kvbatch.signals import Stopper
 from kvbatch.text import counted, format_bytes
 
 if TYPE_CHECKING:
-    from engine import LLM, EngineConfig
+    from engine import EngineConfig, EngineCore
     from kvbatch.model.handle import ModelHandle
     from kvbatch.plan.memory_plan import MemoryPlan
 
@@ -66,7 +66,7 @@ class RunSession:
     progress: Progress
     stopper: Stopper
     check_lock: Callable[[], None]
-    load: "Callable[[ModelHandle, EngineConfig], LLM]"
+    load: "Callable[[ModelHandle, EngineConfig], EngineCore]"
 
     def prepare(self, run: RunDirectory, log: RunLog) -> Prepared:
         """Judge the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
@@ -82,7 +82,7 @@ class RunSession:
     def run(self, run: RunDirectory, log: RunLog, prepared: Prepared, started_s: float) -> None:
         """Load the model and run what is left of a run that was prepared; raises as `run_job`."""
         plan, recovered = prepared.plan, prepared.recovered
-        llm: LLM | None = None
+        llm: EngineCore | None = None
         files: dict[str, Any] = {}
         if recovered.num_left:
             self.progress.start("loading")
@@ -162,9 +162,6 @@ class RunSession:
         if guard.action == "warn":
             self.progress.note(f"warning: {problem}")
             return self.memory
-        # as the session left it that judged: its engine turned the heads
-        if job.cache.policy.quantizes:
-            self.opened.model.decoder.rotate_heads()
         self.progress.note(f"warning: {problem}; the job runs with the full cache")
         return self.opened.plan_memory(
             cache=CacheSection(preset="none").policy, known_bytes=self.memory.budget_bytes
@@ -209,7 +206,9 @@ class RunSession:
                 pass
         return plan, recovered
 
-    def _measures(self, prepared: Prepared, llm: "LLM | None", seconds: dict[str, float]) -> dict[str, Any]:
+    def _measures(
+        self, prepared: Prepared, llm: "EngineCore | None", seconds: dict[str, float]
+    ) -> dict[str, Any]:
         from engine.memory import peak_resident_bytes
 
         plan, memory = prepared.plan, prepared.memory
@@ -243,7 +242,7 @@ class RunSession:
         }
 
 
-def _describe(llm: "LLM", seconds: float) -> str:
+def _describe(llm: "EngineCore", seconds: float) -> str:
     """Say what an engine has done in so many seconds."""
     stats = llm.stats()
     tokens = stats.computed_prompt_tokens + stats.completion_tokens

@@ -26,7 +26,7 @@ from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.wal import WriteAheadFile
 
 if TYPE_CHECKING:
-    from engine import LLM
+    from engine import EngineCore
     from kvbatch.run.session import RunSession
 
 PROMPT_BATCH = 32  # prompts made ahead of the engine
@@ -39,7 +39,12 @@ class ShardLoop:
     """
 
     def __init__(
-        self, session: "RunSession", run: RunDirectory, log: RunLog, llm: "LLM | None", recovered: Recovered
+        self,
+        session: "RunSession",
+        run: RunDirectory,
+        log: RunLog,
+        llm: "EngineCore | None",
+        recovered: Recovered,
     ):
         self._session, self._run, self._log, self._llm = session, run, log, llm
         self._opened, self._recovered = session.opened, recovered

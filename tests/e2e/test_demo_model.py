@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.models import load_model
 from kvbatch.model.source import resolve_model
@@ -25,7 +25,7 @@ def test_greedy_equals_transformers_on_real_documents():
     prompts = [tokenizer.encode(text)[:900] for text in texts]
     assert min(map(len, prompts)) > 400
 
-    llm = LLM(load_model(path, dtype=torch.float32), EngineConfig(1 << 30), Detokenizer(tokenizer))
+    llm = EngineCore(load_model(path, dtype=torch.float32), EngineConfig(1 << 30), Detokenizer(tokenizer))
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     results = {
         r.request_id: r.token_ids

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import LLM, EngineConfig, Request
+from engine import EngineConfig, Request
 from engine.attention import get_backend, registry
+from engine.engine_core import EngineCore
 from engine.models import load_model
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache, slot_mapping
@@ -151,6 +152,6 @@ def test_a_backend_registered_from_outside_runs_a_model(tmp_path, monkeypatch):
     answers = []
     for name in ("toy", None):
         config = EngineConfig(20_000_000, attention=name, prompt_lookup=False)
-        answers.append([result.token_ids for result in run(LLM(model, config, as_text), requests)])
+        answers.append([result.token_ids for result in run(EngineCore(model, config, as_text), requests)])
     assert answers[0] == answers[1]
     assert made[0].num_calls > 0

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request
+from engine import EngineConfig, EngineCore, Request
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig
 from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.test_llm import GREEDY, as_text, prompts
@@ -31,13 +32,15 @@ def model(tmp_path_factory):
         "head_dim": 64,
     }
     save_tiny_model(path, "llama", **shape)
-    return load_model(path, dtype=torch.bfloat16)
+    return load_model(path, dtype=torch.bfloat16, basis=ROTATED)
 
 
 def rows_in_decode(model, preset: str, num_rows: int) -> int:
     """Return how many rows of 4,000 tokens are answered at once; the memory is asked of the tensors."""
     cache = KVCacheConfig.preset(preset)
-    llm = LLM(model, EngineConfig(BUDGET_BYTES, step_tokens=256, max_sequences=300, cache=cache), as_text)
+    llm = EngineCore(
+        model, EngineConfig(BUDGET_BYTES, step_tokens=256, max_sequences=300, cache=cache), as_text
+    )
     assert llm.cache.allocated_bytes <= BUDGET_BYTES
     plan_step, execute, found = llm.scheduler.plan_step, llm.runner.execute, 0
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request
+from engine import EngineConfig, EngineCore, Request
 from engine.errors import BudgetError
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.compress import compressor as compression
 from kvcache.config import KVCacheConfig, Tier
 from tests.engine.company import rows_are_alike
@@ -33,18 +34,18 @@ REPEAT = (7, 8, 9)  # stands for the words that ask for a repetition
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=1024)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
-def make_llm(model, cache: KVCacheConfig, **changes) -> LLM:
+def make_llm(model, cache: KVCacheConfig, **changes) -> EngineCore:
     changes = {"prompt_lookup": False} | changes  # how many steps a row takes would depend on time
-    llm = LLM(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
+    llm = EngineCore(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
     if cache.compresses:
         llm.cache.blocks.slab.fill_(255)  # NaN in every float format: an unwritten byte that is read shows
     return llm
 
 
-def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
+def tokens(llm: EngineCore, requests: list[Request]) -> list[list[int]]:
     return [result.token_ids for result in run(llm, requests)]
 
 
@@ -110,7 +111,7 @@ def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model,
         assert behind == together
 
 
-def pages_after_prefill(llm: LLM, requests: list[Request]) -> dict[int, torch.Tensor]:
+def pages_after_prefill(llm: EngineCore, requests: list[Request]) -> dict[int, torch.Tensor]:
     """Return the bytes of each request's quantized pages when its prompt ends."""
     found, original = {}, llm.runner.execute
 
@@ -184,8 +185,8 @@ def test_many_more_rows_are_in_decode_at_once_in_the_same_bytes(model):
     most = {}
     for name, cache in {"none": KVCacheConfig(), "aggressive": KVCacheConfig.preset("aggressive")}.items():
         config = EngineConfig(60_000_000, cache=cache, max_sequences=64)
-        page_bytes = LLM(model, config, as_text).budget.layout.page_bytes
-        llm = LLM(model, replace(config, pool_pages=3_000_000 // page_bytes), as_text)
+        page_bytes = EngineCore(model, config, as_text).budget.layout.page_bytes
+        llm = EngineCore(model, replace(config, pool_pages=3_000_000 // page_bytes), as_text)
         counts = []
         original = llm.runner.execute
 
@@ -327,4 +328,4 @@ def test_rows_with_prefixes_of_their_own_fit_a_tight_pool(model):
 def test_a_policy_that_does_not_suit_the_model_is_refused(tmp_path, shape, cache, reason):
     save_tiny_model(tmp_path, "llama", **shape)
     with pytest.raises(ValueError, match=reason):
-        make_llm(load_model(tmp_path, dtype=torch.float32), cache)
+        make_llm(load_model(tmp_path, dtype=torch.float32, basis=ROTATED), cache)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams, llm
+from engine import EngineConfig, EngineCore, Request, SamplingParams, engine_core
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -15,7 +16,7 @@ LENGTHS = (300, 9, 64, 150, 33, 201, 7, 90, 120, 64, 65, 11, 40, 170, 30, 31, 32
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_tiny_model(path, "llama", max_position_embeddings=512)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 @pytest.mark.parametrize("preset", ["none", "logs"])
@@ -29,21 +30,21 @@ def test_company_changes_no_bit(model, monkeypatch, preset):
     ]
     cache = KVCacheConfig.from_dict({"preset": preset} | ({"tail_tokens": 0} if preset != "none" else {}))
     seen: dict[int, list[torch.Tensor]] = {}
-    sample = llm.sample
+    sample = engine_core.sample
 
     def note(logits, params, randoms):
         for row, param in zip(logits, params, strict=True):
             seen.setdefault(param.max_new_tokens - 3, []).append(row.clone())
         return sample(logits, params, randoms)
 
-    monkeypatch.setattr(llm, "sample", note)
+    monkeypatch.setattr(engine_core, "sample", note)
 
     def logits_of(rows: list[Request], max_sequences: int) -> dict[int, torch.Tensor]:
         seen.clear()
         config = EngineConfig(
             40_000_000, step_tokens=256, max_sequences=max_sequences, cache=cache, deterministic=True
         )
-        results = list(LLM(model, config, str).generate(rows))
+        results = list(EngineCore(model, config, str).generate(rows))
         assert len(results) == len(rows)
         return {row: torch.stack(each) for row, each in seen.items()}
 

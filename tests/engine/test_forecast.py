@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.forecast import PlannedRow, forecast
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.expected import expected_pages
 from tests.engine.models.tiny_models import save_tiny_model
@@ -24,7 +25,7 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     save_tiny_model(path, "llama", max_position_embeddings=4096, **shape)
-    return load_model(path, dtype=torch.bfloat16)
+    return load_model(path, dtype=torch.bfloat16, basis=ROTATED)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +34,15 @@ def model(tmp_path_factory):
 def test_the_peak_is_known_before(model, preset, shared):
     cache = KVCacheConfig.preset(preset)
     config = EngineConfig(400_000_000, cache=cache, step_tokens=512, max_sequences=4)
-    llm = LLM(model, config, as_text)
+    llm = EngineCore(model, config, as_text)
     layout, chance = llm.budget.layout, random.Random(5)
     prefix = [chance.randrange(3, 100) for _ in range(shared)]
     prompts = [prefix + [chance.randrange(3, 100) for _ in range(n)] for n in LENGTHS]
     pages = [layout.sequence_pages(len(p) + NEW_TOKENS, shared, NEW_TOKENS) for p in prompts]
     # so little that not all rows are admitted at once
-    llm = LLM(model, replace(config, pool_pages=sum(pages[:3]) + layout.sequence_pages(shared)), as_text)
+    llm = EngineCore(
+        model, replace(config, pool_pages=sum(pages[:3]) + layout.sequence_pages(shared)), as_text
+    )
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     results = list(llm.generate(Request(i, p, sampling, shared) for i, p in enumerate(prompts)))
     assert all(result.finish_reason == "length" for result in results)

@@ -8,6 +8,7 @@ import torch
 from engine import head_calibration as calibration
 from engine.head_calibration import NUM_TOKENS, calibrate
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.compress.lane_shares import LaneShares
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 
@@ -25,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", **SHAPE)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 def test_the_shares_are_those_of_what_a_second_reading_attends_to(model):

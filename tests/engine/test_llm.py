@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -32,7 +32,7 @@ def reference(model, prompt: list[int], count: int = 12) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def run(llm: LLM, requests: list[Request]) -> list:
+def run(llm: EngineCore, requests: list[Request]) -> list:
     """Return the results in the order of the requests."""
     results = {r.request_id: r for r in llm.generate(requests)}
     assert llm.cache.num_available == llm.cache.num_blocks, "every page is given back"
@@ -48,7 +48,7 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_greedy_equals_transformers(tmp_path, name):
     model = save_tiny_model(tmp_path, name, max_position_embeddings=512)
-    llm = LLM(load_model(tmp_path, dtype=torch.float32), EngineConfig(20_000_000), as_text)
+    llm = EngineCore(load_model(tmp_path, dtype=torch.float32), EngineConfig(20_000_000), as_text)
     results = run(llm, [Request(i, p, GREEDY) for i, p in enumerate(prompts())])
     assert [r.token_ids for r in results] == [reference(model, p) for p in prompts()]
     assert {r.finish_reason for r in results} == {"length"}
@@ -63,7 +63,7 @@ def test_chunks_order_company_and_shared_prefix_change_nothing(llama, step_token
     rows = [prefix + p for p in prompts()]
     expected = [reference(llama[0], p) for p in rows]
     config = EngineConfig(20_000_000, step_tokens=step_tokens, max_sequences=max_sequences)
-    llm = LLM(llama[1], config, as_text)
+    llm = EngineCore(llama[1], config, as_text)
     requests = [Request(i, p, GREEDY, prefix_tokens=shared) for i, p in enumerate(rows)]
     for order in (requests, requests[::-1]):
         results = run(llm, order)
@@ -75,9 +75,9 @@ def test_chunks_order_company_and_shared_prefix_change_nothing(llama, step_token
 
 
 def test_a_small_pool_only_makes_rows_wait_and_its_peak_is_the_reservation(llama):
-    layout = LLM(llama[1], EngineConfig(20_000_000), as_text).budget.layout
+    layout = EngineCore(llama[1], EngineConfig(20_000_000), as_text).budget.layout
     need = layout.sequence_pages(300 + 12)
-    llm = LLM(llama[1], EngineConfig(20_000_000, pool_pages=need), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000, pool_pages=need), as_text)
     results = run(llm, [Request(i, p, GREEDY) for i, p in enumerate(prompts())])
     assert [r.token_ids for r in results] == [reference(llama[0], p) for p in prompts()]
     assert llm.stats().kv_peak_bytes == need * layout.page_bytes == results[-1].kv_peak_bytes
@@ -86,7 +86,7 @@ def test_a_small_pool_only_makes_rows_wait_and_its_peak_is_the_reservation(llama
 
 def test_a_request_that_cannot_run_is_answered_and_the_rest_run(llama):
     config = EngineConfig(20_000_000, pool_pages=24)
-    llm = LLM(llama[1], config, as_text)
+    llm = EngineCore(llama[1], config, as_text)
     rows = [*prompts((20, 508, 400, 0, 30)), [5, 199]]
     results = run(llm, [Request(i, p, GREEDY) for i, p in enumerate(rows)])
     assert [r.finish_reason for r in results] == ["length", *["error"] * 3, "length", "error"]
@@ -107,7 +107,7 @@ def test_requests_are_pulled_only_as_far_as_there_is_room(llama):
             pulled.append(i)
             yield Request(i, p, GREEDY)
 
-    llm = LLM(llama[1], EngineConfig(20_000_000, max_sequences=2), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000, max_sequences=2), as_text)
     results = llm.generate(source())
     next(results)
     assert len(pulled) <= 4
@@ -122,7 +122,7 @@ def test_what_stops_the_engine_is_told_and_every_page_comes_back(llama, monkeypa
     requests = [Request(i, prefix + p, GREEDY, prefix_tokens=70) for i, p in enumerate(prompts((30, 40)))]
     forward = llama[1].forward
     for last in range(4):
-        llm = LLM(llama[1], EngineConfig(20_000_000, step_tokens=64), as_text)
+        llm = EngineCore(llama[1], EngineConfig(20_000_000, step_tokens=64), as_text)
         left = iter(range(last))
 
         def stopped(*args, left=left):
@@ -139,7 +139,7 @@ def test_what_stops_the_engine_is_told_and_every_page_comes_back(llama, monkeypa
 def test_rows_end_for_their_own_reason(llama):
     row = prompts((50,))[0]
     greedy = reference(llama[0], row, 40)
-    llm = LLM(llama[1], EngineConfig(20_000_000), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000), as_text)
     text = as_text(greedy)
     third = greedy.index(greedy[2])  # its first occurrence
     params = [
@@ -157,7 +157,7 @@ def test_rows_end_for_their_own_reason(llama):
 
 
 def test_a_row_whose_logits_break_fails_alone(llama):
-    llm = LLM(llama[1], EngineConfig(20_000_000), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000), as_text)
     rows = prompts((10, 20))
     expected = reference(llama[0], rows[1])
     original = llama[1].logits
@@ -188,7 +188,7 @@ def test_sampling_depends_on_the_rows_seed_alone(llama):
         for i in range(3)
     ]
     requests = [Request(i, p, s) for i, (p, s) in enumerate(zip(rows, params, strict=True))]
-    llm = LLM(llama[1], EngineConfig(20_000_000), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000), as_text)
     together = run(llm, requests)
     alone = [run(llm, [request])[0] for request in requests]
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
@@ -201,7 +201,7 @@ def test_none_among_the_requests_drains_the_engine_and_keeps_the_prefix(llama):
     rows = [
         Request(i, prefix + p, GREEDY, prefix_tokens=40) for i, p in enumerate(prompts((30, 300, 50, 20)))
     ]
-    llm = LLM(llama[1], EngineConfig(20_000_000), as_text)
+    llm = EngineCore(llama[1], EngineConfig(20_000_000), as_text)
     order = [result.request_id for result in llm.generate([*rows[:2], None, *rows[2:], None])]
     assert sorted(order[:2]) == [0, 1] and sorted(order[2:]) == [2, 3]
     free = run(llm, rows)

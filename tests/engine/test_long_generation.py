@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import LLM, Request
+from engine import EngineCore, Request
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.page_table import LanePages
 from kvcache.sequence.compressed import ATTENDED_FACTOR
@@ -26,10 +27,10 @@ TIERED = replace(QUANTIZED, tiers=(Tier(0.2, 4, 4), Tier(0.2, 3, 2)))
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=4096)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
-def after_each_step(llm: LLM, look) -> None:
+def after_each_step(llm: EngineCore, look) -> None:
     """Call `look(plan)` after every step, before any row ends."""
     execute = llm.runner.execute
 

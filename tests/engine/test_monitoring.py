@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request
+from engine import EngineConfig, EngineCore, Request
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from engine.monitoring import MAX_SAMPLES, Monitor
 from engine.scheduler import StepPlan
 from kvcache.config import KVCacheConfig, Tier
@@ -29,7 +30,7 @@ LOSSY = KVCacheConfig(
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=1024)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 def requests(shared: int = 0) -> list[Request]:
@@ -41,7 +42,7 @@ def requests(shared: int = 0) -> list[Request]:
 @pytest.mark.parametrize("cache", [KVCacheConfig(), LOSSY], ids=["none", "lossy"])
 def test_samples_are_what_the_pool_held_after_each_step(model, cache):
     config = EngineConfig(60_000_000, cache=cache, max_sequences=3, step_tokens=100, prompt_lookup=False)
-    llm = LLM(model, config, as_text)
+    llm = EngineCore(model, config, as_text)
     original, expected = llm.runner.execute, []
 
     def execute(plan):
@@ -86,7 +87,7 @@ def test_samples_are_what_the_pool_held_after_each_step(model, cache):
 @pytest.mark.parametrize("shared", [0, 130])
 def test_lanes_keep_what_their_page_lists_hold(model, shared, monkeypatch):
     """Recomputed from the tables that kernels read, just before each row is freed."""
-    llm = LLM(model, EngineConfig(60_000_000, cache=LOSSY, max_sequences=3), as_text)
+    llm = EngineCore(model, EngineConfig(60_000_000, cache=LOSSY, max_sequences=3), as_text)
     kept = torch.zeros(llm.budget.layout.num_lanes, dtype=torch.int64)
     by_format, num_bytes, seen = Counter(), Counter(), []
     free = CompressedCache.free

@@ -11,6 +11,7 @@ import torch
 from engine import EngineConfig, Request
 from engine.budget import divide_budget
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.compress.background import BackgroundCompressor
 from kvcache.compress.compressor import Compressor
 from kvcache.sequence.compressed import CompressedCache
@@ -29,7 +30,7 @@ compress = Compressor.compress
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=1024)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 @pytest.fixture

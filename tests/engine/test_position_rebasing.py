@@ -8,6 +8,7 @@ import torch
 
 from engine import Request
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from engine.position_rebasing import StreamPositions
 from engine.teacher_forcing import reading
 from kvcache.config import KVCacheConfig, Tier
@@ -33,7 +34,7 @@ LOSSY = KVCacheConfig(
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=CONTEXT)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 @pytest.mark.parametrize("num_tokens", [300, 301, 1000, 5000, 123_457])

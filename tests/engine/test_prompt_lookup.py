@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from engine.prompt_lookup import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter, Gate, Lookup
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
@@ -36,7 +37,7 @@ def model(tmp_path_factory):
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 projection.weight.mul_(0.02)
     built.save_pretrained(path)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def always(monkeypatch):
     monkeypatch.setattr(Gate, "opens", lambda *_: True)
 
 
-def make_llm(model, cache: KVCacheConfig, **changes) -> LLM:
-    return LLM(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
+def make_llm(model, cache: KVCacheConfig, **changes) -> EngineCore:
+    return EngineCore(model, EngineConfig(60_000_000, cache=cache, **changes), as_text)
 
 
-def kept_by(llm: LLM) -> dict[int, list]:
+def kept_by(llm: EngineCore) -> dict[int, list]:
     """Return what every row's cache holds when it ends, filled as they do."""
     kept, finish = {}, llm._finish
 

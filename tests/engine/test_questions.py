@@ -7,6 +7,7 @@ import torch
 
 from engine import Request
 from engine.models import load_model
+from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.sizes.compressed import CompressedLayout
 from tests.engine.company import rows_are_alike
@@ -24,7 +25,7 @@ FEW = KVCacheConfig(
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model(path, "llama", max_position_embeddings=4096)
-    return load_model(path, dtype=torch.float32)
+    return load_model(path, dtype=torch.float32, basis=ROTATED)
 
 
 def asked(lengths, num_questions=3, sampling=LONG) -> list[Request]:

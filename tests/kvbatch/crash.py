@@ -18,7 +18,7 @@ _HEAVY = [
     "polars",
     "kvbatch.report.summary",
     "kvbatch.run.entry",
-    "engine.llm",
+    "engine.engine_core",
 ]
 
 

@@ -1,5 +1,6 @@
 """The decoder's logits are those of transformers, for every architecture and rope scaling."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from engine.errors import ModelError, UnsupportedModelError
 from engine.kernels import reference as reference_kernels
 from engine.kernels import registry
 from engine.models import ModelConfig, load_model
+from engine.models.basis import PLAIN, ROTATED, BasisTable, basis_for
 from engine.models.decoder import kernels_of
+from kvcache.config import KVCacheConfig
 from kvcache.quantize.pages import rotation
 from tests.engine.company import rows_are_alike
 from tests.engine.models.tiny_models import holds_once, save_tiny_model, tiny_model
@@ -95,16 +98,14 @@ def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
 
 @rows_are_alike
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("basis", [PLAIN, ROTATED])
 def test_a_token_is_the_same_in_any_company(
-    tmp_path: Path, dtype: torch.dtype, is_rotated: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dtype: torch.dtype, basis: BasisTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as where torch has no units of its own for bfloat16
     monkeypatch.setattr(registry, "_torch_is_far_faster", lambda: False)
     save_tiny_model(tmp_path, "llama", vocab_size=203, attention_bias=True, mlp_bias=True, head_dim=32)
-    decoder = load_model(tmp_path, dtype=dtype)
-    if is_rotated:
-        decoder.rotate_heads()
+    decoder = load_model(tmp_path, dtype=dtype, basis=basis)
     ids = torch.arange(64)
 
     def logits(some: slice) -> Tensor:
@@ -127,12 +128,11 @@ def test_bf16_weights_of_a_float32_model_are_kept_as_they_are(tmp_path: Path, is
         elif part == "all":
             model.to(torch.bfloat16)
         model.save_pretrained(tmp_path / part)
-        decoder = load_model(tmp_path / part, dtype=torch.float32)
-        for _ in range(2):
+        for basis in (PLAIN, ROTATED):
+            decoder = load_model(tmp_path / part, dtype=torch.float32, basis=basis)
             sizes.append(decoder.weight_bytes)
             hidden = decoder.forward(torch.arange(171, 191), torch.arange(20), dense_attend)
             outs.append((hidden, decoder.logits(hidden)))
-            decoder.rotate_heads()
     for out, again in zip(outs[:2] * 2, outs[2:], strict=True):
         assert all(map(torch.equal, out, again))
     torch.testing.assert_close(outs[0][1], expected, rtol=1e-4, atol=1e-4)
@@ -156,14 +156,29 @@ def test_rotated_heads_compute_the_same(tmp_path: Path, name: str, changes: dict
         seen.append([x.clone() for x in (q, k, v)])
         return dense_attend(layer, q, k, v)
 
-    before = decoder.logits(decoder.forward(token_ids, token_ids, attend))
-    for _ in range(2):  # the second time changes nothing
-        decoder.rotate_heads()
-    torch.testing.assert_close(
-        decoder.logits(decoder.forward(token_ids, token_ids, attend)), before, rtol=1e-4, atol=1e-4
-    )
-    for plain, rotated in zip(seen[0], seen[decoder.config.num_layers], strict=True):
-        torch.testing.assert_close(rotated, plain @ rotation(plain.shape[2]), rtol=1e-4, atol=1e-4)
+    turned = load_model(tmp_path, dtype=torch.float32, basis=ROTATED)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    logits = [
+        model.logits(model.forward(token_ids, token_ids, attend))
+        for model in (decoder, turned, turned.unrotated())
+    ]
+    close(logits[1], logits[0])
+    close(logits[2], logits[0])
+    plain, rotated, unrotated = (seen[i * decoder.config.num_layers] for i in range(3))
+    for one, other in zip(plain, rotated, strict=True):
+        close(other, one @ rotation(one.shape[2]))
+    for one, other in zip(plain[:2], unrotated[:2], strict=True):
+        close(other, one)
+    assert decoder.unrotated() is decoder
+
+
+def test_one_basis_holds_for_a_whole_model() -> None:
+    assert PLAIN.of(3, 1) == "plain" and ROTATED.of(3, 1) == "rotated"
+    assert [basis.suits(KVCacheConfig.preset("default")) for basis in (PLAIN, ROTATED)] == [False, True]
+    assert [basis.suits(KVCacheConfig()) for basis in (PLAIN, ROTATED)] == [True, True]
+    assert basis_for(KVCacheConfig()) == PLAIN and basis_for(KVCacheConfig(), "int8") == ROTATED
+    with pytest.raises(ValueError, match="a single entry"):
+        BasisTable((("plain", "rotated"),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -115,9 +115,9 @@ def test_what_fails_behind_a_signal_does_not_hide_it():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_stops_the_run_and_keeps_finished_shards(name, job_file, monkeypatch):
-    from engine import LLM
+    from engine import EngineCore
 
-    generate = LLM.generate
+    generate = EngineCore.generate
 
     def interrupted(self, requests):
         for number, result in enumerate(generate(self, requests)):
@@ -125,7 +125,7 @@ def test_a_signal_stops_the_run_and_keeps_finished_shards(name, job_file, monkey
             if number == 4:
                 os.kill(os.getpid(), getattr(signal, name))
 
-    monkeypatch.setattr(LLM, "generate", interrupted)
+    monkeypatch.setattr(EngineCore, "generate", interrupted)
     records = [{"id": n, "text": "fox"} for n in range(8)]
     path = str(job_file(records, output={"shard_rows": 2}, engine={"max_sequences": 1}))
     before = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
@@ -135,7 +135,7 @@ def test_a_signal_stops_the_run_and_keeps_finished_shards(name, job_file, monkey
     assert sorted(p.name for p in (run / "shards").iterdir()) == ["part-00000.parquet", "part-00001.parquet"]
     assert not (run / "_SUCCESS").exists()
     assert signal.getsignal(signal.SIGINT) is before, "handlers are put back"
-    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(EngineCore, "generate", generate)
     result = CliRunner().invoke(cli, ["run", path])
     assert result.exit_code == 0 and "5 rows were finished before" in result.stdout
     assert json.loads((run / "summary.json").read_text())["ok"] == 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
 from engine.teacher_forcing import answer, drift, reading
 from kvbatch.cli import cli
@@ -53,7 +53,7 @@ def run(path, *overrides):
 
 def test_the_full_cache_agrees_with_itself_and_drift_is_what_it_says(tiny_model):
     model = load_model(tiny_model, dtype=torch.float32)
-    llm, other = (LLM(model, EngineConfig(20_000_000, cache=KVCacheConfig()), str) for _ in range(2))
+    llm, other = (EngineCore(model, EngineConfig(20_000_000, cache=KVCacheConfig()), str) for _ in range(2))
     request = Request(0, list(range(3, 200)), SamplingParams(max_new_tokens=12, ignore_eos=True))
     result, log_probs = answer(llm, request)
     with reading(other, request) as context:
