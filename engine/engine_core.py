@@ -275,7 +275,7 @@ class EngineCore:
         self._totals["computed_prompt_tokens"] += sum(chunk.num_tokens for chunk in plan.chunks)
         for sequence, seconds in plan.shares(step_s):
             sequence.spend(seconds)
-        guesses = {draft.sequence: draft.guesses for draft in plan.drafts}
+        guesses = {draft.sequence: draft.draft_tokens for draft in plan.drafts}
         firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
         rows = dict(zip(ready, firsts, strict=False))
         num_accepted = 0
@@ -284,7 +284,7 @@ class EngineCore:
             # Whose token was guessed right chooses the next one from the same step.
             ready = [s for s in ready if not s.finish_reason and guesses.get(s, ())[:1] == (s.token_ids[-1],)]
             for sequence in ready:
-                self.runner.count_guess(sequence)
+                self.runner.count_draft_token(sequence)
                 guesses[sequence] = guesses[sequence][1:]
                 rows[sequence] += 1
             num_accepted += len(ready)

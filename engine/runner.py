@@ -24,7 +24,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[list[Sequence], Tensor]:
-        """Compute a step's tokens, cache their keys and values, and count all but draft tokens (`count_guess`).
+        """Compute a step's tokens, cache their keys and values, and count all but draft tokens (`count_draft_token`).
 
         Returns:
             The sequences for which a token can now be chosen, in the plan's order, and logits, float32 `[N, V]`: one
@@ -63,7 +63,7 @@ class Runner:
         return ready, self.model.logits(hidden)[:num_rows]
 
     @torch.inference_mode()
-    def count_guess(self, sequence: Sequence) -> None:
+    def count_draft_token(self, sequence: Sequence) -> None:
         """Count a draft token of the last step that was accepted."""
         self._count(sequence, 1, prompt_ends=False)
 

@@ -44,12 +44,12 @@ class Draft:
     """The last token of a sequence in decode, and draft tokens guessed to follow it."""
 
     sequence: Sequence
-    guesses: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return 1 + len(self.guesses)
+        return 1 + len(self.draft_tokens)
 
     @property
     def num_choices(self) -> int:
@@ -59,7 +59,7 @@ class Draft:
     @property
     def token_ids(self) -> list[int]:
         """The tokens to compute."""
-        return [self.sequence.token_ids[-1], *self.guesses]
+        return [self.sequence.token_ids[-1], *self.draft_tokens]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepPlan:
         return [(sequence, seconds * count / self.num_tokens) for sequence, count in counts]
 
 
-def chunk_size(num_prompt_tokens: int) -> int:
+def step_chunk_tokens(num_prompt_tokens: int) -> int:
     """Return how many tokens a prompt advances in a step that it shares with other sequences."""
     return max(MIN_CHUNK_TOKENS, num_prompt_tokens // 16)
 
@@ -150,7 +150,7 @@ def plan_chunks(prefills: list[Sequence], budget_tokens: int, chunks: ChunkSched
     limits = [chunks.step_limit(s.num_computed_tokens, s.num_prompt_tokens) for s in prefills]
     sizes: list[int] = []
     for sequence, limit in zip(prefills, limits, strict=True):
-        size = min(limit, chunk_size(sequence.num_prompt_tokens), budget_tokens)
+        size = min(limit, step_chunk_tokens(sequence.num_prompt_tokens), budget_tokens)
         if chunks.whole_chunks and size < limit:
             size = limit if limit <= budget_tokens else 0
         if size <= 0:
