@@ -1,7 +1,7 @@
-"""From one byte budget to a page pool and a step size; planner and engine both ask here. No torch.
+"""Divide one byte budget into page pool, prefill buffers and step workspace, for planner and engine. No torch.
 
-The workspace is what a step's activations take; it is given at most a tenth of the budget, so a small budget
-means shorter steps (and so smaller chunks), never a step that outgrows it.
+The workspace holds a step's activations. It takes at most a tenth of the budget, so a small budget means shorter
+steps (and so smaller chunks), never a step that outgrows it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import BudgetError
-from engine.overlap import overlaps_compression
 from engine.prompt_lookup import STEP_TOKENS
+from engine.request_pages import request_pages
 from engine.scheduler import ALONE_DECODES
 from kvcache.sizes.full import CacheLayout
 
@@ -27,12 +27,18 @@ PREFILL_BUFFER_RATIO = 0.25
 
 @dataclass(frozen=True)
 class Budget:
-    """What the byte budget was divided into. `capacity_pages` is what rows may hold at once, `num_logits` after how
-    many tokens of a step the next one may be chosen.
+    """The parts of a byte budget.
 
-    Prefill buffers are for compressing policies: `num_prefill_buffers` sequences of `prefill_buffer_tokens` tokens
-        are in prefill at once. Where
-    compression runs beside the model (`overlaps_compression`), they hold one chunk more.
+    Attributes:
+        layout: how the model's keys and values are cut into pages.
+        workspace_bytes: bytes of a step's activations and logits.
+        step_tokens: the most tokens of a step.
+        max_sequences: the most sequences running at once.
+        capacity_pages: pages that all sequences may hold together.
+        prefill_buffer_tokens: tokens of one prefill buffer; 0 where nothing is compressed.
+        num_prefill_buffers: the most sequences in prefill at once; 0 where nothing is compressed.
+        overlaps_compression: chunks are compressed in the background, and prefill buffers hold one chunk more.
+        num_logits: the most tokens of a step whose logits are computed.
     """
 
     layout: CacheLayout | CompressedLayout
@@ -48,9 +54,9 @@ class Budget:
     @property
     def prefill_buffer_bytes(self) -> int:
         """Bytes of all prefill buffers."""
-        return self.num_prefill_buffers and self.num_prefill_buffers * self.layout.prefill_buffer_bytes(
-            self.prefill_buffer_tokens
-        )
+        if isinstance(self.layout, CacheLayout):
+            return 0
+        return self.num_prefill_buffers * self.layout.prefill_buffer_bytes(self.prefill_buffer_tokens)
 
 
 def cache_layout(
@@ -80,11 +86,11 @@ def cache_layout(
 def divide_budget(
     model: ModelConfig, config: EngineConfig, element_bytes: int, device: str = "cpu"
 ) -> Budget:
-    """Divide `config.memory_budget_bytes` between step workspace and page pool.
+    """Divide `config.memory_budget_bytes` between step workspace, prefill buffers and page pool.
 
     Args:
         element_bytes: bytes of one element of weights, activations and cache.
-        device: where all of it lies.
+        device: where the memory lies.
 
     Raises:
         BudgetError: The budget does not hold the smallest step and one page of every lane.
@@ -92,8 +98,9 @@ def divide_budget(
     """
     layout = cache_layout(model, config, element_bytes)
     if config.cache.compresses and device != "cpu":
-        raise ValueError(f"a compressed cache runs on a CPU alone so far, not on {device}; use preset none")
-    # Residual and its norm, q k v and the attention's output and its partner in a merge, gate, up and their product.
+        raise ValueError(f"a compressed cache runs on a CPU, not on {device}; use preset none")
+    # The hidden states, their norm and a layer's output; queries, keys, values, the attention's output and two of its
+    # partial results; gate, up and their product.
     token_elements = (
         3 * model.hidden_size
         + (4 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -102,31 +109,42 @@ def divide_budget(
     token_bytes = token_elements * element_bytes
     limit = int(config.memory_budget_bytes * WORKSPACE_RATIO)
     step_tokens = max(MIN_STEP_TOKENS, min(config.step_tokens, limit // token_bytes))
-    # Logits are float32 and only of the sequences that sample; a quarter of the step keeps room for prefill.
+    # Logits are float32, one row for each sequence in decode. A quarter of the step stays free for prefill.
     most_logits = max(1, limit // (4 * model.vocab_size))
     max_sequences = max(1, min(config.max_sequences, step_tokens // 4 * 3, most_logits))
     workspace_tokens = max(step_tokens, _reconstruction_tokens(config))
     num_logits = max_sequences
     if config.deterministic:
         num_logits = max(num_logits, ALONE_DECODES)
-    elif config.prompt_lookup:  # as far as there is room
+    elif config.prompt_lookup:
         num_logits = max(num_logits, min(STEP_TOKENS, most_logits))
     workspace_bytes = workspace_tokens * token_bytes + num_logits * 4 * model.vocab_size
-    overlaps = overlaps_compression(config.cache, device)
-    if _cuts_no_chunks(config) and step_tokens < config.cache.chunk_size:
+    overlaps = bool(config.cache.overlap) and layout.chunks.streaming
+    if layout.chunks.whole_chunks and step_tokens < config.cache.chunk_size:
         raise BudgetError(
-            f"scorer {config.cache.scorer} judges whole chunks of {config.cache.chunk_size} tokens, but a step has "
-            f"{step_tokens}; give engine.memory_budget and engine.step_tokens more, or cache.chunk_size less"
+            f"scorer {config.cache.scorer} needs whole chunks of {config.cache.chunk_size} tokens, but a step has "
+            f"{step_tokens}",
+            increase=("memory_budget_bytes", "step_tokens"),
+            decrease=("cache.chunk_size",),
         )
-    prefill_buffer_tokens, num_prefill_buffers, prefill_buffer_bytes = _prefill_buffers(
-        model, layout, config, step_tokens, overlaps
-    )
+    prefill_buffer_tokens = num_prefill_buffers = prefill_buffer_bytes = 0
+    if not isinstance(layout, CacheLayout):
+        prefill_buffer_tokens = model.max_context
+        if layout.chunks.streaming:
+            prefill_buffer_tokens = layout.chunks.buffer_tokens(overlaps=overlaps)
+        buffer_bytes = layout.prefill_buffer_bytes(prefill_buffer_tokens)
+        wanted = -(-step_tokens // config.cache.chunk_size) + 1  # enough to fill a step, and one for a prefix
+        affordable = int(config.memory_budget_bytes * PREFILL_BUFFER_RATIO) // buffer_bytes
+        num_prefill_buffers = max(2, min(wanted, affordable))
+        prefill_buffer_bytes = num_prefill_buffers * buffer_bytes
     pages = layout.pages_in(config.memory_budget_bytes - workspace_bytes - prefill_buffer_bytes)
-    if pages < layout.sequence_pages(1):
+    fewest_pages = request_pages(layout, 1, 0)
+    if pages < fewest_pages:
         raise BudgetError(
             f"a memory budget of {config.memory_budget_bytes:,} bytes leaves no room for a sequence: a step of "
             f"{workspace_tokens} tokens takes {workspace_bytes:,} bytes, prefill buffers {prefill_buffer_bytes:,} "
-            f"and the shortest sequence {layout.sequence_bytes(1):,}; give engine.memory_budget more"
+            f"and the shortest sequence {fewest_pages * layout.page_bytes:,}",
+            increase=("memory_budget_bytes",),
         )
     if config.pool_pages is not None:
         pages = min(pages, config.pool_pages)
@@ -143,17 +161,8 @@ def divide_budget(
     )
 
 
-def _cuts_no_chunks(config: EngineConfig) -> bool:
-    """Whether the scorer looks at a chunk's queries together, so that it must be computed in one step."""
-    if not config.cache.judges:
-        return False
-    from kvcache.scorers.registry import get_scorer
-
-    return not get_scorer(config.cache.scorer).kernel_maxima
-
-
 def _reconstruction_tokens(config: EngineConfig) -> int:
-    """Return the tokens of a pass in which a chunk is repeated for its scores; it cannot be made shorter."""
+    """Return the tokens of a pass in which the model repeats a chunk for its scores; 0 if the scorer needs none."""
     if not config.cache.judges:
         return 0
     from kvcache.scorers.registry import get_scorer
@@ -161,23 +170,3 @@ def _reconstruction_tokens(config: EngineConfig) -> int:
     if not get_scorer(config.cache.scorer).reconstructs:
         return 0
     return config.cache.chunk_size + len(config.repeat_token_ids)
-
-
-def _prefill_buffers(
-    model: ModelConfig,
-    layout: CacheLayout | CompressedLayout,
-    config: EngineConfig,
-    step_tokens: int,
-    overlaps: bool,
-) -> tuple[int, int, int]:
-    """Return tokens and number of prefill buffers, and their bytes: enough to fill a step, and one for a prefix."""
-    cache = config.cache
-    if not cache.compresses:
-        return 0, 0, 0
-    tokens = (
-        layout.prefill_buffer_tokens + overlaps * cache.chunk_size if cache.streaming else model.max_context
-    )
-    wanted = -(-step_tokens // cache.chunk_size) + 1
-    affordable = int(config.memory_budget_bytes * PREFILL_BUFFER_RATIO) // layout.prefill_buffer_bytes(tokens)
-    num = max(2, min(wanted, affordable))
-    return tokens, num, num * layout.prefill_buffer_bytes(tokens)

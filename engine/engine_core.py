@@ -19,6 +19,7 @@ from engine.position_rebasing import positions_left
 from engine.prefix_cache import PrefixCache
 from engine.prompt_lookup import Drafter
 from engine.request import EngineStats, Request, Result
+from engine.request_pages import prefix_pages, request_pages
 from engine.runner import Runner
 from engine.sampling import make_random, sample
 from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
@@ -54,13 +55,14 @@ class EngineCore:
         self.model = model
         self.config = config
         self.decode = decode
-        self.budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
+        budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
+        self.budget = budget
         self.cache = make_cache(self.budget, config, model)
         self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
         self.scheduler = Scheduler(
-            self.budget.step_tokens, self.budget.max_sequences, alone=config.deterministic
+            budget.step_tokens, budget.max_sequences, budget.layout.chunks, alone=config.deterministic
         )
-        if config.deterministic and not self.runner.treats_rows_alike():
+        if config.deterministic and not self.runner.is_batch_invariant():
             raise EngineError(
                 f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
                 "deterministic here; try another dtype"
@@ -248,8 +250,8 @@ class EngineCore:
         unknown = next((t for t in request.prompt_token_ids if not 0 <= t < vocab_size), None)
         if unknown is not None:
             return f"token {unknown} of the prompt is outside the model's vocabulary of {vocab_size:,}"
-        layout, shared = self.budget.layout, request.prefix_tokens
-        pages = self._pages(request) + (layout.sequence_pages(shared) if shared else 0)
+        layout = self.budget.layout
+        pages = self._pages(request) + prefix_pages(layout, request.prefix_tokens)
         if pages > self.cache.num_blocks:
             return (
                 f"{prompt:,} prompt tokens and up to {new:,} new ones need {pages * layout.page_bytes:,} bytes of KV "
@@ -258,13 +260,11 @@ class EngineCore:
         return None
 
     def _pages(self, request: Request) -> int:
-        layout, new = self.budget.layout, request.sampling.max_new_tokens
-        context = self.model.config.max_context
-        if request.streams and request.max_tokens > context:
-            return layout.sequence_pages(
-                context, new_tokens=new, streamed_tokens=len(request.prompt_token_ids)
-            )
-        return layout.sequence_pages(request.max_tokens, request.prefix_tokens, new)
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        longest = self.model.config.max_context - new if request.streams else None
+        return request_pages(
+            self.budget.layout, prompt, new, prefix_tokens=request.prefix_tokens, longest_prompt=longest
+        )
 
     def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
         """Execute a plan, append the chosen tokens and yield the rows that end with them."""
@@ -275,7 +275,7 @@ class EngineCore:
         self._totals["computed_prompt_tokens"] += sum(chunk.num_tokens for chunk in plan.chunks)
         for sequence, seconds in plan.shares(step_s):
             sequence.spend(seconds)
-        guesses = {draft.sequence: draft.guesses for draft in plan.drafts}
+        guesses = {draft.sequence: draft.draft_tokens for draft in plan.drafts}
         firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
         rows = dict(zip(ready, firsts, strict=False))
         num_accepted = 0
@@ -284,7 +284,7 @@ class EngineCore:
             # Whose token was guessed right chooses the next one from the same step.
             ready = [s for s in ready if not s.finish_reason and guesses.get(s, ())[:1] == (s.token_ids[-1],)]
             for sequence in ready:
-                self.runner.count_guess(sequence)
+                self.runner.count_draft_token(sequence)
                 guesses[sequence] = guesses[sequence][1:]
                 rows[sequence] += 1
             num_accepted += len(ready)
@@ -323,7 +323,7 @@ class EngineCore:
         layout = self.budget.layout
         generated = sequence.generated
         text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
-        self.monitor.note_row(sequence.cache.lane_usage)
+        self.monitor.note_end(sequence.cache.lane_usage)
         self._totals["num_rows"] += 1
         self._totals["prompt_tokens"] += sequence.num_prompt_tokens
         self._totals["cached_prompt_tokens"] += sequence.cached_prompt_tokens

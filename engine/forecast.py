@@ -1,8 +1,8 @@
-"""How long steps take, learnt from those that ran, and how long rows that have not run will take, and what they hold.
+"""How long planned requests will take, and how many pages they will hold.
 
-A step's time is a sum of what it does, with a coefficient for each part fitted by least squares. The forecast plays the
-scheduler's own decisions over the rows, adds up the steps and the pages held in them; nothing is computed. No torch but
-for the fit.
+A step's time is modelled as a sum over what it does, with one coefficient for each part, fitted by least squares to
+the steps that ran. The forecast replays the scheduler's decisions over the planned requests and adds up the steps'
+times and the pages held; no model runs. Only the fit imports torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,10 +19,10 @@ NUM_PARTS = 5
 
 
 def step_parts(plan: StepPlan, *, after: bool) -> tuple[float, ...]:
-    """Return what a step does: itself, prompt tokens, their keys in thousands, decoded tokens, their keys in thousands.
+    """Return what a step does: 1, prompt tokens, thousands of keys these attend to, decoded tokens, thousands of keys.
 
     Args:
-        after: the step's tokens are counted already.
+        after: the sequences count the step's tokens already.
     """
     prefill = keys = decode_keys = 0.0
     for chunk in plan.chunks:
@@ -38,7 +38,7 @@ def step_parts(plan: StepPlan, *, after: bool) -> tuple[float, ...]:
 
 @dataclass
 class SpeedFit:
-    """Sums over steps, from which the coefficients follow; steps are weighted so that short ones count as well."""
+    """The normal equations of the fit, summed over steps. Relative errors are fitted, so that short steps count too."""
 
     products: list[list[float]] = field(default_factory=lambda: [[0.0] * NUM_PARTS for _ in range(NUM_PARTS)])
     targets: list[float] = field(default_factory=lambda: [0.0] * NUM_PARTS)
@@ -46,7 +46,7 @@ class SpeedFit:
     steps_s: float = 0.0
 
     def add(self, parts: tuple[float, ...], step_s: float) -> None:
-        """Count a step."""
+        """Add a step to the fit."""
         weight = 1 / max(step_s, 1e-6)
         for i, x in enumerate(parts):
             self.targets[i] += x * step_s * weight
@@ -56,19 +56,23 @@ class SpeedFit:
         self.steps_s += step_s
 
     def coefficients(self) -> tuple[float, ...]:
-        """Return the seconds of one unit of each part, none negative.
+        """Return the seconds of one unit of each part, none of them negative.
 
-        Parts whose coefficient would be negative are left out, one after the other, the most negative first.
+        As long as a coefficient comes out negative, the part with the most negative one is left out.
         """
         import torch
 
         used = [i for i in range(NUM_PARTS) if self.products[i][i] > 0]
         while used:
-            matrix = torch.tensor([[self.products[i][j] for j in used] for i in used], dtype=torch.float64)
+            matrix = torch.tensor(
+                [[self.products[i][j] for j in used] for i in used], dtype=torch.float64, device="cpu"
+            )
             scale = matrix.diagonal().sqrt()
-            target = torch.tensor([self.targets[i] for i in used], dtype=torch.float64) / scale
-            # a trace of the identity decides between parts that always came together
-            scaled = matrix / scale[:, None] / scale + 1e-9 * torch.eye(len(used), dtype=torch.float64)
+            target = torch.tensor([self.targets[i] for i in used], dtype=torch.float64, device="cpu") / scale
+            # A little of the identity decides between parts that always occurred together.
+            scaled = matrix / scale[:, None] / scale + 1e-9 * torch.eye(
+                len(used), dtype=torch.float64, device="cpu"
+            )
             found = torch.linalg.solve(scaled, target) / scale
             if found.min() >= 0:
                 values = dict(zip(used, found.tolist(), strict=True))
@@ -79,13 +83,15 @@ class SpeedFit:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row to forecast.
+    """A request to forecast.
 
     Args:
-        prompt_tokens, new_tokens: of its prompt and its answer.
-        num_pages: reserved for it.
-        shared_tokens: of its prompt, those that are found computed.
-        pages_after: pages it holds when so many tokens are computed; None: all, from the beginning.
+        prompt_tokens: tokens of its prompt.
+        new_tokens: tokens of its answer.
+        num_pages: pages reserved for it (`request_pages`).
+        shared_tokens: prompt tokens whose keys and values a shared prefix holds.
+        pages_after: the pages that it holds after so many tokens are computed (`held_pages`); None: all pages are
+            held from the beginning.
     """
 
     prompt_tokens: int
@@ -104,24 +110,15 @@ class Forecast:
 
 
 class _Pages:
-    """Stand for a row's cache in what the scheduler asks of it, and count the pages it holds."""
+    """Count the pages that a sequence holds, in place of its cache."""
 
-    whole_chunks = False
-
-    def __init__(self, sequence: Sequence, row: PlannedRow, chunk_tokens: int | None):
-        self._sequence, self._row, self._chunk_tokens = sequence, row, chunk_tokens
+    def __init__(self, sequence: Sequence, row: PlannedRow) -> None:
+        self._sequence, self._row = sequence, row
         self.num_pages = 0 if row.pages_after else row.num_pages
         self.shares = row.shared_tokens > 0
 
-    @property
-    def open_chunk_tokens(self) -> int:
-        """See `SequenceHandle`."""
-        if self._chunk_tokens is None:
-            return self._sequence.num_prompt_tokens
-        return self._chunk_tokens - self._sequence.num_computed_tokens % self._chunk_tokens
-
     def update(self) -> None:
-        """Count again, if the tokens computed may have made a difference."""
+        """Count again if the last tokens computed may have changed the number."""
         sequence, pages_after = self._sequence, self._row.pages_after
         answered = sequence.num_computed_tokens - sequence.num_prompt_tokens
         if pages_after and (answered <= 0 or answered % WHOLE_PAGE_TOKENS == 1):
@@ -134,18 +131,17 @@ def forecast(
     coefficients: Items[float] = (0.0,) * NUM_PARTS,
     *,
     prefix: PlannedRow | None = None,
-    chunk_tokens: int | None = None,
     alone: bool = False,
 ) -> Forecast:
-    """Return what the steps come to that the rows need, in their order; drafts are not foreseen.
+    """Replay the steps that requests need in their order; draft tokens are not foreseen.
 
     Args:
-        coefficients: seconds of each of a step's parts.
-        prefix: what the rows share. It is held beside them, where there are prefill buffers with one of its own.
-        chunk_tokens: where a compressing cache lets a prompt advance at most so many at a time.
-        alone: as `Scheduler` takes it.
+        coefficients: seconds of one unit of each part of a step (`step_parts`).
+        prefix: the prefix that the requests share. It holds pages of its own and, where there are prefill buffers,
+            one of these.
+        alone: as in `Scheduler`.
     """
-    scheduler = Scheduler(budget.step_tokens, budget.max_sequences, alone=alone)
+    scheduler = Scheduler(budget.step_tokens, budget.max_sequences, budget.layout.chunks, alone=alone)
     source = iter(rows)
     free_pages, prefix_pages, num_prefill_buffers = budget.capacity_pages, 0, budget.num_prefill_buffers
     if prefix:
@@ -154,7 +150,7 @@ def forecast(
     seconds, peak_pages = 0.0, 0
 
     def fits(pages: int) -> bool:
-        if not scheduler.running:  # it was planned, so it does: the engine gives up a prefix that nobody uses
+        if not scheduler.running:  # the plan made sure of it; the engine frees a prefix that no sequence uses
             return True
         num_prefills = sum(sequence.in_prefill for sequence in scheduler.running)
         return pages <= free_pages and (not budget.num_prefill_buffers or num_prefills < num_prefill_buffers)
@@ -172,7 +168,7 @@ def forecast(
             if admitted is None:
                 break
             free_pages -= admitted.num_pages
-            admitted.cache = _Pages(admitted, waiting, chunk_tokens)
+            admitted.cache = _Pages(admitted, waiting)
             if waiting.shared_tokens:
                 admitted.reuse(min(waiting.shared_tokens, admitted.num_prompt_tokens - 1))
             waiting = None

@@ -1,8 +1,8 @@
-"""What a model's heads look back at, found by letting it read a text twice.
+"""How many tokens each lane of a model needs, measured while the model reads a text twice.
 
-In the second reading the heads that copy look at the first one's tokens, each at its turn; the largest attention a
-token then receives is KVzip's score (Kim et al. 2025). How it divides over layers and heads is the model's own, so it
-is measured once, on words without meaning, and kept in the user's cache.
+In the second reading, heads that copy attend to the tokens of the first one after the other. The largest attention that
+a token receives is KVzip's score (Kim et al. 2025). How the scores divide over layers and heads is a property of the
+model, so it is measured once, on words without meaning, and stored in the user's cache folder.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from kvcache.user_cache import user_cache
 
 NUM_TOKENS = 1000
 _CHUNK_TOKENS = 250
-_SINKS = 16  # looked at for other reasons
+_SINKS = 16  # first tokens, which receive attention whatever they say
 _WORDS = """
     about account after again agreement all amount and answer any archive article as at average balance batch because
     before begin between block board both bridge build by call cause certain change chapter city claim clear close code
@@ -50,16 +50,16 @@ _WORDS = """
 
 
 def calibration_text() -> str:
-    """Return the text to calibrate on: common words in random order, so that only copying predicts the next one."""
+    """Return the text to calibrate on: common words in random order, which only copying can predict."""
     return " ".join(random.Random(0).choices(_WORDS, k=NUM_TOKENS))
 
 
 def calibrate(model: Decoder, token_ids: Tokens[int] = ()) -> LaneShares:
-    """Return what the model's lanes need, from the user's cache if this model was measured before.
+    """Return the share of tokens that each lane needs, from the user's cache folder if the model was measured before.
 
     Args:
-        token_ids: `calibration_text` as the model's tokenizer has it; without it random tokens are read, which
-            tell a little less.
+        token_ids: `calibration_text`, tokenized. If empty, the model reads random tokens, which is a little less
+            accurate.
     """
     tokens = list(token_ids) or random.Random(0).choices(range(model.config.vocab_size), k=NUM_TOKENS)
     tokens = tokens[: min(NUM_TOKENS, model.config.max_context // 2)]
@@ -67,10 +67,10 @@ def calibrate(model: Decoder, token_ids: Tokens[int] = ()) -> LaneShares:
     config = model.config
     shape = (STEPS + 1, config.num_layers, config.num_kv_heads)
     try:
-        table = torch.load(user_cache() / "calibration" / name, weights_only=True)
+        table = torch.load(user_cache() / "calibration" / name, map_location="cpu", weights_only=True)
         if table.shape == shape:
             return LaneShares(table)
-    except Exception:  # torch.load raises what it likes on a damaged file; measuring again is always right
+    except Exception:  # torch.load may raise anything for a damaged file, and measuring again is always right
         pass
     shares = LaneShares.from_scores(_scores(model, tokens)[..., min(_SINKS, len(tokens) // 4) :])
     _store(shares.table, name)
@@ -84,11 +84,11 @@ def _scores(model: Decoder, tokens: list[int]) -> Tensor:
     twice = torch.tensor(tokens * 2, device=model.device)
     shape = (config.num_layers, config.num_kv_heads, len(twice), config.head_dim)
     keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    scores = torch.zeros(config.num_layers, config.num_kv_heads, num_tokens)
-    # explicit keys alone are read: a page of them would be whole
+    scores = torch.zeros(config.num_layers, config.num_kv_heads, num_tokens, device=model.device)
+    # Only explicit keys are read; a page of them would be whole.
     whole = PageFormat(WHOLE_BITS, WHOLE_BITS, 16, config.head_dim, model.dtype.itemsize)
     kernels = kernels_for(model.device, whole)
-    # a chunk belongs to one reading
+    # No chunk spans both readings.
     starts = [*range(0, num_tokens, _CHUNK_TOKENS), *range(num_tokens, len(twice), _CHUNK_TOKENS)]
     for start, end in zip(starts, [*starts[1:], len(twice)], strict=True):
 
@@ -109,17 +109,17 @@ def _scores(model: Decoder, tokens: list[int]) -> Tensor:
 
         positions = torch.arange(start, end, device=model.device)
         model.forward(twice[start:end], positions, attend, positions[-1:] - start)
-    return scores
+    return scores.cpu()
 
 
 def _fingerprint(model: Decoder, tokens: list[int]) -> str:
-    """Name a model and what it reads, wherever its files lie."""
+    """Return a name for a model and the tokens it reads, whatever folder the model's files are in."""
     what = (model.config, str(model.dtype), model.checksums(), tokens, STEPS)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:20]
 
 
 def _store(table: Tensor, name: str) -> None:
-    """Write a table whole or not at all; a cache that cannot be written costs time, nothing else."""
+    """Write a table, whole or not at all. A folder that cannot be written only costs a measurement in the next run."""
     try:
         path = user_cache() / "calibration" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,4 +127,4 @@ def _store(table: Tensor, name: str) -> None:
             torch.save(table, file)
         os.replace(file.name, path)
     except OSError as error:
-        logging.getLogger(__name__).warning("the calibration cannot be kept: %s", error)
+        logging.getLogger(__name__).warning("the calibration cannot be stored: %s", error)

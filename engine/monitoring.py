@@ -1,4 +1,4 @@
-"""What the pool held, step by step, and what the lanes kept: counts alone, no tensor of a step is touched."""
+"""What the pool held in each step and what the lanes kept: counts only, no tensor of a step is read."""
 
 import time
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ MAX_SAMPLES = 4096  # even
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step: the rows as it found them, the bytes as it left them, before rows that ended were freed.
+    """One step: sequences at its beginning, bytes at its end, before the sequences that ended were freed.
 
     Attributes:
         step: its number, from 1.
-        elapsed_s: seconds from the making of the engine to the end of the step.
-        step_s: seconds the step took.
-        num_tokens: computed, guesses that did not come true included.
-        num_prefills: rows in prefill, those that had to sit out the step included.
-        num_decodes: rows in decode.
-        num_prefill_buffers: prefill buffers held, shared prefixes' included; 0 where nothing is compressed.
-        kv_used_bytes: of the pool; where the pool was never fuller, the most since the step before.
-        kv_reserved_bytes: of the pool, for the rows there are.
+        elapsed_s: seconds from the start of the engine to the end of the step.
+        step_s: seconds that the step took.
+        num_tokens: tokens computed, rejected draft tokens included.
+        num_prefills: sequences in prefill, those without a token in the step included.
+        num_decodes: sequences in decode.
+        num_prefill_buffers: prefill buffers in use, those of shared prefixes included; 0 where nothing is compressed.
+        kv_used_bytes: bytes of the pool in use; if the peak rose since the step before, the peak.
+        kv_reserved_bytes: bytes of the pool reserved for running sequences.
     """
 
     step: int
@@ -41,22 +41,22 @@ class StepSample:
 class Monitor:
     """Keep samples of an engine's steps and the totals of its lanes.
 
-    Of a long run not every step is kept: the steps are cut into equal spans, and a span's fullest step stands for it.
-    Spans are of one step, then of 2, 4, 8…, so that there are never more than `MAX_SAMPLES`, and the peak is always
-    among them.
+    A long run has more steps than samples: steps are divided into equal spans, and each span keeps the sample of its
+    fullest step. Spans have 1 step, then 2, 4, 8 and so on, so there are at most `MAX_SAMPLES`, the peak among them.
 
     Args:
-        cache: what is sampled.
-        block_bytes: size of its blocks.
+        cache: the cache to sample.
+        block_bytes: bytes of one of its blocks.
 
     Attributes:
-        samples: of the steps, in order.
-        lanes: what the rows that ended kept, added up; None where nothing is compressed or no row ended yet.
-        num_steps: steps noted.
-        speed: what the steps tell of how long others will take.
+        samples: the samples, in order of their steps.
+        lanes: what the lanes of all ended sequences kept, added up; None where nothing is compressed or no sequence
+            has ended.
+        num_steps: steps so far.
+        speed: the fit of the steps' times.
     """
 
-    def __init__(self, cache: CacheBackend, block_bytes: int):
+    def __init__(self, cache: CacheBackend, block_bytes: int) -> None:
         self._cache = cache
         self._block_bytes = block_bytes
         self._started_s = time.perf_counter()
@@ -75,18 +75,18 @@ class Monitor:
 
     @property
     def mean_used_bytes(self) -> float:
-        """Bytes of the pool in use, averaged over the time of all steps, those without a sample included."""
+        """Bytes of the pool in use, averaged over the time of all steps, with a sample or without."""
         return self._used_byte_s / self._steps_s if self._steps_s else 0.0
 
-    def note_step(self, plan: StepPlan, num_rows: int, step_s: float) -> None:
+    def note_step(self, plan: StepPlan, num_sequences: int, step_s: float) -> None:
         """Sample the pool at the end of a step.
 
         Args:
-            num_rows: that were running, whether the step computed a token of theirs or not.
+            num_sequences: sequences that were running, with a token in the step or without.
         """
         cache, num_decodes = self._cache, len(plan.decodes) + len(plan.drafts)
         used, peak = cache.used_bytes, cache.peak_bytes
-        if peak > self._peak_bytes:  # while rows were admitted, perhaps, and a prefix was dropped after it
+        if peak > self._peak_bytes:  # perhaps at admission, before a prefix was freed
             used = self._peak_bytes = peak
         self.speed.add(step_parts(plan, after=True), step_s)
         self._steps_s += step_s
@@ -96,7 +96,7 @@ class Monitor:
             elapsed_s=time.perf_counter() - self._started_s,
             step_s=step_s,
             num_tokens=plan.num_tokens,
-            num_prefills=num_rows - num_decodes,
+            num_prefills=num_sequences - num_decodes,
             num_decodes=num_decodes,
             num_prefill_buffers=cache.num_prefill_buffers,
             kv_used_bytes=used,
@@ -113,8 +113,8 @@ class Monitor:
             self.samples.append(sample)
         self.num_steps += 1
 
-    def note_row(self, usage: LaneUsage | None) -> None:
-        """Add what the lanes of a row that ends keep."""
+    def note_end(self, usage: LaneUsage | None) -> None:
+        """Add what the lanes of a sequence keep when it ends."""
         if usage:
             self.lanes = self.lanes + usage if self.lanes else usage
 

@@ -1,23 +1,37 @@
-"""Shared prompt prefixes: computed once, held until the engine is idle or the room is needed."""
+"""Prompt prefixes that several requests share: each is computed once, and held as long as its pages are not needed."""
 
 import time
 
 from engine.cache.base import CacheBackend, SequenceHandle
 from engine.forecast import SpeedFit, step_parts
 from engine.request import Request, SamplingParams
+from engine.request_pages import prefix_pages
 from engine.runner import Runner
 from engine.scheduler import StepPlan, plan_chunks
 from engine.sequence import Sequence
+from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.full import CacheLayout
 
 
 class PrefixCache:
-    """Hold the caches of prefixes by their token ids; `speed` is told of the steps that compute them.
+    """Hold the caches of prefixes by their token ids.
+
+    Args:
+        step_tokens: the most tokens of one step.
+        speed: fitted to the steps that compute prefixes, too.
 
     Attributes:
-        computed_tokens: of all prefixes so far.
+        computed_tokens: tokens of all prefixes computed so far.
     """
 
-    def __init__(self, cache: CacheBackend, layout, runner: Runner, step_tokens: int, speed: SpeedFit):
+    def __init__(
+        self,
+        cache: CacheBackend,
+        layout: CacheLayout | CompressedLayout,
+        runner: Runner,
+        step_tokens: int,
+        speed: SpeedFit,
+    ) -> None:
         self._cache = cache
         self._speed = speed
         self._layout = layout
@@ -28,12 +42,10 @@ class PrefixCache:
 
     def missing_pages(self, tokens: tuple[int, ...]) -> int:
         """Return the pages that `get(tokens)` would take from the pool."""
-        if not tokens or tokens in self._caches:
-            return 0
-        return self._layout.sequence_pages(len(tokens))
+        return 0 if tokens in self._caches else prefix_pages(self._layout, len(tokens))
 
     def get(self, tokens: tuple[int, ...]) -> SequenceHandle:
-        """Return the prefix's cache, computing it the first time.
+        """Return a prefix's cache; the first time, compute it.
 
         Raises:
             PoolExhausted: The pool has too few free pages.
@@ -45,7 +57,7 @@ class PrefixCache:
             try:
                 while sequence.in_prefill:
                     started_s = time.perf_counter()
-                    plan = StepPlan((), plan_chunks([sequence], self.step_tokens))
+                    plan = StepPlan((), plan_chunks([sequence], self.step_tokens, self._layout.chunks))
                     self._runner.execute(plan)
                     self._speed.add(step_parts(plan, after=True), time.perf_counter() - started_s)
             except BaseException:
@@ -56,13 +68,13 @@ class PrefixCache:
         return self._caches[tokens]
 
     def drop_idle(self, keep: set[tuple[int, ...]]) -> None:
-        """Give back the prefixes other than those to keep, on whose pages running rows depend.
+        """Free the prefixes other than those to `keep`, whose pages running sequences read.
 
-        A prefix holds more than its rows share, so its reservation ends with the last of them.
+        A prefix reserves more pages than the sequences share, so it is kept whole until the last of them ends.
         """
         for tokens in self._caches.keys() - keep:
             self._caches.pop(tokens).free()
 
     def clear(self) -> None:
-        """Give back every prefix."""
+        """Free every prefix."""
         self.drop_idle(keep=set())

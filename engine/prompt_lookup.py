@@ -134,20 +134,20 @@ class Drafter:
             return plan
         most = min(MAX_GUESSES, self._step_tokens // num_rows - 1)
         drafts = [Draft(sequence, self._guess(sequence, most)) for sequence in plan.decodes]
-        num_expected = self._share.value * sum(len(draft.guesses) for draft in drafts)
+        num_expected = self._share.value * sum(len(draft.draft_tokens) for draft in drafts)
         opens = self._gate(num_rows).opens(num_rows, num_expected)
         for draft in drafts:
             lookup = draft.sequence.lookup
-            if draft.guesses and (opens or not lookup.is_watching):
-                lookup.watch(draft.guesses)
+            if draft.draft_tokens and (opens or not lookup.is_watching):
+                lookup.watch(draft.draft_tokens)
         if not opens:
             return plan
-        plain = tuple(draft.sequence for draft in drafts if not draft.guesses)
-        return StepPlan(plain, (), tuple(draft for draft in drafts if draft.guesses))
+        plain = tuple(draft.sequence for draft in drafts if not draft.draft_tokens)
+        return StepPlan(plain, (), tuple(draft for draft in drafts if draft.draft_tokens))
 
     def note(self, plan: StepPlan, num_accepted: int, step_s: float) -> None:
         """Hear how many guesses of a step were accepted and how long it took."""
-        self.drafted_tokens += sum(len(draft.guesses) for draft in plan.drafts)
+        self.drafted_tokens += sum(len(draft.draft_tokens) for draft in plan.drafts)
         self.accepted_tokens += num_accepted
         if not plan.chunks:
             num_rows = len(plan.decodes) + len(plan.drafts)

@@ -50,17 +50,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def chunk_limit(self) -> int:
-        """The most prompt tokens the next step may take, by the cache's policy."""
-        left = self.num_prompt_tokens - self.num_computed_tokens
-        return min(left, self.cache.open_chunk_tokens) if self.cache else left
-
-    @property
-    def whole_chunks(self) -> bool:
-        """Whether the next step must take all that it may, since what a chunk is judged by must not be cut apart."""
-        return self.cache is not None and self.cache.whole_chunks
-
-    @property
     def in_prefill(self) -> bool:
         return self.num_computed_tokens < self.num_prompt_tokens
 

@@ -27,7 +27,11 @@ class Reading:
 
     def log_probs(self, token_ids: list[int]) -> Tensor:  # float32 [N, V]
         """Return the log-probabilities that stand before each of the tokens, were they to follow the prompt."""
-        logits = self._llm.runner.peek(self._sequence, token_ids[:-1]) if len(token_ids) > 1 else None
+        logits = (
+            self._llm.runner.continuation_logits(self._sequence, token_ids[:-1])
+            if len(token_ids) > 1
+            else None
+        )
         parts = [self._next_logits] if logits is None else [self._next_logits, logits]
         return torch.cat(parts).log_softmax(-1)
 

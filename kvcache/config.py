@@ -46,8 +46,7 @@ class KVCacheConfig:
         compensate: choose a quantized page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
         overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its prefill
-            buffer for one chunk longer, so what is generated may differ. None: where the device has a stream to
-            spare, on a GPU.
+            buffer for one chunk longer, so what is generated may differ. None is as False.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:

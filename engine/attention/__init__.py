@@ -1,4 +1,4 @@
-"""Attention of new tokens over a sequence's pages. Imports: kvcache."""
+"""Attention of new tokens over a sequence's pages. Imports: models, kvcache."""
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import get_backend

@@ -1,8 +1,8 @@
-"""The protocol every attention backend follows.
+"""The protocol of attention backends for a full cache.
 
-Attention is called after the new tokens' keys and values were written to the pages and before the cache counts them:
-`cache.lengths` is the fill of each lane without them, and new token `i` sees `lengths + i + 1` slots.
-The second result is the natural logarithm of the softmax's denominator, by which partial results are merged.
+A backend is called after the new tokens' keys and values were written to the pages and before the cache counts them:
+`cache.lengths` is the fill of each lane without them, and new token `i` attends to `lengths + i + 1` slots. Besides the
+output it returns the log-sum-exp, the natural logarithm of the softmax's denominator, by which partial results merge.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Decode = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class AttentionBackend(Protocol):
-    """Attend new tokens to cached ones. Softmax scale is 1 / sqrt(head dim)."""
+    """Attend from new tokens to all tokens of their sequence. The softmax scale is 1 / sqrt(head dim)."""
 
     def prefill(
         self,
@@ -31,5 +31,5 @@ class AttentionBackend(Protocol):
         ...
 
     def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
-        """Return what attends one token of each sequence in the step that begins, layer by layer."""
+        """Return the function that attends, layer by layer, from the next token of each sequence."""
         ...

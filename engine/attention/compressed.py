@@ -1,8 +1,7 @@
 """Attention of one sequence's new tokens over its compressed cache.
 
-Kernels read pages in place, and yield the largest attention each key of the prefill buffer receives. Scorers that
-look at other attention than that need the probabilities themselves: for them the prefill buffer is attended
-explicitly, in torch.
+Kernels read pages in place, and return the largest attention that each key of the prefill buffer receives. A scorer
+that needs all attention probabilities gets them from torch, which attends to the prefill buffer explicitly.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +18,19 @@ from kvcache.pages.prefill_buffer import PrefillBuffer
 from kvcache.scorers.base import Observation, Scorer
 from kvcache.scorers.probe import raise_by_probes
 
-# Each KV head's keys and values, float32 `[n, D]`; heads keep tokens of their own.
+# Keys and values of each KV head, float32 `[n, D]`; n differs between heads.
 Lanes = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's pages of one sequence, for kernels (`table`) and dequantized (`lanes`).
+    """One layer's pages of one sequence.
 
     Attributes:
-        rounds: kernels may round (`prefill_attention`), since what leaves the prefill buffer is rounded more.
+        kernels: the kernels that read them.
+        table: the pages of each lane, as kernels take them.
+        workspace: gives room for so many dequantized keys and values, float32 `[n, D]` each.
+        rounds: kernels may round keys and values (`prefill_attention`), since pages hold them with fewer bits.
     """
 
     kernels: ModuleType
@@ -46,10 +48,16 @@ class LayerPages:
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, distance: int | None = None
     ) -> Tensor | None:
-        """Attend `[C, H, D]` to the pages and causally to explicit keys `[KVH, N, D]`, the last C its own, into `out`.
+        """Attend to the pages and causally to explicit keys.
+
+        Args:
+            q: queries `[C, H, D]`.
+            keys, values: `[KVH, N, D]`; the last C are those of the queries' own tokens.
+            out: the output is written here, `[C, H, D]`.
+            distance: the fewest tokens between a key and the queries whose attention to it is returned.
 
         Returns:
-            With `distance`, the largest attention `[KVH, N]` from queries that far behind.
+            The largest attention that each key received, float32 `[KVH, N]`; None without `distance`.
         """
         return self.kernels.prefill_attention(
             q,
@@ -66,9 +74,7 @@ class LayerPages:
 
 def attend_chunk(
     layer: int,
-    q: Tensor,  # [C + P, H, D] the chunk's tokens, then the probes
-    k: Tensor,  # [C + P, KVH, D]
-    v: Tensor,  # [C + P, KVH, D]
+    qkv: tuple[Tensor, Tensor, Tensor],  # [C + P, H or KVH, D] the chunk's tokens, then the probes
     prefill_buffer: PrefillBuffer,
     pages: LayerPages,
     out: Tensor,  # [C + P, H, D]
@@ -77,12 +83,14 @@ def attend_chunk(
     queries: Sequence[slice],
     num_probes: int = 0,
 ) -> None:
-    """Write a chunk to the prefill buffer, note its queries, attend it to pages and prefill buffer, and let the
-    scorer see it.
+    """Write a chunk to the prefill buffer, attend to pages and prefill buffer, and update the scores of its keys.
 
-    Only `queries` of the chunk's tokens attend: the others' rows of `out` are left as they are. Probes follow the chunk
-    and are not cached; what they attend to raises the scores.
+    Args:
+        queries: the chunk's tokens that attend; the rows of `out` of its other tokens are not written.
+        num_probes: tokens behind the chunk that attend as well and are not cached; the attention that they give a key
+            raises its score.
     """
+    q, k, v = qkv
     count = len(q) - num_probes
     prefill_buffer.write(layer, k[:count], v[:count])
     prefill_buffer.observe(layer, q[:count])
@@ -90,28 +98,30 @@ def attend_chunk(
     keys, values = prefill_buffer.keys[layer, :, :total], prefill_buffer.values[layer, :, :total]
     scores = prefill_buffer.scores[layer, :, :total]
     for part in queries:
-        seen = (x[:, : prefill_buffer.length + part.stop] for x in (keys, values, scores))
-        _attend_scored(layer, q[part], *seen, pages, out[part], scorer)
+        end = prefill_buffer.length + part.stop
+        _attend_scored(
+            layer, q[part], keys[:, :end], values[:, :end], scores[:, :end], pages, out[part], scorer
+        )
     if num_probes:
         keys = torch.cat([keys, k[count:].transpose(0, 1)], 1)
         values = torch.cat([values, v[count:].transpose(0, 1)], 1)
         peaks = pages.attend(q[count:], keys, values, out[count:], distance=0)
+        assert peaks is not None, "asked for with a distance"
         raise_by_probes(scores, peaks[:, :total])
 
 
-def attend_aside(
+def attend_uncached(
     layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],  # [C, H or KVH, D]
     prefill_buffer: PrefillBuffer | None,
     pages: LayerPages,
     scorer: Scorer | None = None,
 ) -> Tensor:
-    """Attend tokens to the cache and to themselves without caching them; shapes as in `attend_chunk`.
+    """Attend to the cache and causally to the tokens themselves, which are not cached; return `[C, H, D]`.
 
-    A scorer sees them and updates the scores of the prefill buffer's keys.
+    A scorer updates the scores of the prefill buffer's keys by this attention.
     """
+    q, k, v = qkv
     keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     out = q.new_empty(q.shape)
     if not prefill_buffer:
@@ -120,7 +130,7 @@ def attend_aside(
     keys = torch.cat([prefill_buffer.keys[layer, :, : prefill_buffer.length], keys], 1)
     values = torch.cat([prefill_buffer.values[layer, :, : prefill_buffer.length], values], 1)
     held = prefill_buffer.scores[layer, :, : prefill_buffer.length]
-    scores = F.pad(held, (0, len(q)))  # the tokens' own are let go
+    scores = F.pad(held, (0, len(q)))  # the scores of the tokens' own keys are not kept
     _attend_scored(layer, q, keys, values, scores, pages, out, scorer)
     held.copy_(scores[:, : prefill_buffer.length])
     return out
@@ -136,7 +146,7 @@ def _attend_scored(
     out: Tensor,  # [C, H, D]
     scorer: Scorer | None,
 ) -> None:
-    """Attend causally to explicit keys and to all pages, and let the scorer see it."""
+    """Attend causally to explicit keys and to all pages, and update the scores of the explicit keys."""
     if scorer is not None and scorer.needs_weights:
         attended, queries, weights = _attend(q, keys, values, pages.lanes())
         out.copy_(attended)
@@ -181,7 +191,11 @@ def _attend(
 
 
 def _attend_pages(queries: Tensor, pages: Lanes) -> tuple[Tensor, Tensor]:
-    """Attend `[KVH, R, D]` queries to their lanes; a lane without tokens gives 0 with a log-sum-exp of -inf."""
+    """Attend queries `[KVH, R, D]` to the lane of their KV head.
+
+    Returns:
+        Output `[KVH, R, D]` and log-sum-exp `[KVH, R]` (float32); 0 and -inf for a lane without tokens.
+    """
     out = torch.zeros_like(queries)
     lse = queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float32)
     for head, (keys, values) in enumerate(pages):

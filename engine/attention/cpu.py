@@ -1,7 +1,7 @@
-"""Attention on CPU: compiled kernels that read pages in place, or torch's own where nothing can be compiled.
+"""Attention on a CPU: compiled kernels that read pages in place, or torch where there is no compiler.
 
-A chunk of 256 tokens against 7,000 (float32, an AVX2 core): torch's fused kernel reaches 50 GFLOP/s here, the compiled
-one 67; a decode step reads pages at 7 and 13 GB/s a core. `benchmarks/kernels.md` has them all.
+For a chunk of 256 tokens against 7,000 (float32, one AVX2 core), torch's fused kernel reaches 50 GFLOP/s and the
+compiled one 67; a decode step reads pages at 7 and 13 GB/s. `benchmarks/kernels.md` has all figures.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from kvcache.sequence.full import SequenceCache
 
 
 class CPUAttention:
-    """Attend with the compiled kernels, or with torch alone: `attend_apart` (prefill) and `_decode`."""
+    """Attend with the compiled kernels, or else in torch: `attend_in_parts` for prefill, `_decode` for decode."""
 
     def prefill(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.prefill`; compiled kernels read `k` and `v` from the pages instead."""
+        """See `AttentionBackend.prefill`; compiled kernels read the chunk's keys and values from the pages."""
         kernels = _compiled(cache)
         if kernels is None:
-            return attend_apart(layer, q, k, v, cache)
+            return attend_in_parts(layer, q, k, v, cache)
         return kernels.prefill_attention_pool(
             q,
             cache.pool.keys,
@@ -33,12 +33,11 @@ class CPUAttention:
             cache.pages[layer],
             cache.lengths[layer],
             scale=q.shape[2] ** -0.5,
-            rounds=cache.pool.keys.dtype == torch.bfloat16,  # where numbers have 8 bits
+            rounds=cache.pool.keys.dtype == torch.bfloat16,  # whose numbers have 8 bits
             num_threads=torch.get_num_threads(),
         )
 
     def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
-        """See `AttentionBackend.open_decode`."""
         pool = caches[0].pool
         dim = pool.keys.shape[2]
         kernels = _compiled(caches[0])
@@ -66,14 +65,16 @@ def _compiled(cache: SequenceCache) -> PageKernels | None:
     return kernels if kernels and kernels.supports(cache.pool.layout.page_format) else None
 
 
-def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache) -> tuple[Tensor, Tensor]:
-    """Attend a chunk with torch alone: to what is cached and to itself apart, merged by log-sum-exp.
+def attend_in_parts(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
+) -> tuple[Tensor, Tensor]:
+    """Attend from a chunk in torch: to the chunk itself and to the cached tokens, merged by log-sum-exp.
 
-    The chunk itself need not be in the pages.
+    The chunk's own keys and values need not be in the pages. Shapes are those of `AttentionBackend.prefill`.
 
-    torch's causal mask is aligned to the top left, which is wrong for a chunk against a longer cache, and a mask
-    tensor costs a quarter of the speed. Query heads of one KV head are folded into rows, so keys and values are
-    never repeated over a long cache.
+    Two parts, because torch aligns a causal mask to the top left, which is wrong for a chunk against a longer cache,
+    and a mask tensor costs a quarter of the speed. The query heads of a KV head become rows of one matrix, so that
+    keys and values of a long cache are never repeated.
     """
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -98,7 +99,7 @@ def attend_apart(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCac
 
 
 def _decode(layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Tensor, Tensor]:
-    """Decode with torch alone: batched matrix products over runs of pages, a sequence at a time."""
+    """Decode in torch: batched matrix products over runs of pages, one sequence at a time."""
     num_kv_heads = caches[0].pages.shape[1]
     rows = (q * q.shape[2] ** -0.5).view(len(caches), num_kv_heads, -1, q.shape[2])  # [B, KVH, G, D]
     out = torch.empty_like(rows)
@@ -118,7 +119,7 @@ def _decode(layer: int, q: Tensor, caches: Sequence[SequenceCache]) -> tuple[Ten
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return output `[H, Lq, D]` and log-sum-exp `[H, Lq]`; arguments `[H, L, D]`."""
+    """Return output `[H, Lq, D]` and log-sum-exp `[H, Lq]` of torch's fused CPU kernel for arguments `[H, L, D]`."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[None], k[None], v[None], 0.0, causal
     )
@@ -126,6 +127,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two partial attentions over disjoint keys."""
+    """Merge two partial results over disjoint keys."""
     weight = torch.sigmoid(other_lse - lse)[..., None].to(out.dtype)
     return torch.lerp(out, other, weight), torch.logaddexp(lse, other_lse)

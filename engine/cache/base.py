@@ -1,77 +1,133 @@
-"""The protocol by which scheduler, runner and prefixes reach a cache, whatever its policy."""
+"""The interface by which scheduler, runner and prefixes reach a cache, whatever its policy."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from torch import Tensor
+import torch
 
+from engine.config import EngineConfig
+from engine.models.decoder import Attend, Decoder
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
+from kvcache.pages.block_pool import BlockPool
+from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.lane_usage import LaneUsage
 
-# attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# look_ahead(token ids, position of the first, attend): run tokens that are not cached
-LookAhead = Callable[[list[int], int, Attend], None]
+# run_uncached(token ids, position of the first, attend): run the model over tokens that no cache keeps
+RunUncached = Callable[[list[int], int, Attend], None]
 
 
 class SequenceHandle(Protocol):
     """One sequence's cache, as the engine sees it."""
 
-    num_tokens: int  # cached, kept or not
-    own_bytes: int  # held by this sequence alone
-    held_bytes: int  # by this sequence, shared pages included
-    kept_bytes: int  # what its tokens take, shared pages included
-    lane_usage: LaneUsage | None  # what its lanes keep; None where every lane keeps every token
-    open_chunk_tokens: int  # the most prompt tokens it takes in one step
-    whole_chunks: bool  # it must take that many
-    open_tokens: int  # the most tokens it takes in one step of decode
+    @property
+    def own_bytes(self) -> int:
+        """Bytes held by this sequence alone."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held by this sequence, shared pages included."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the tokens it keeps, shared pages included."""
+        ...
+
+    @property
+    def lane_usage(self) -> LaneUsage | None:
+        """What each lane keeps; None where every lane keeps every token."""
+        ...
+
+    @property
+    def open_tokens(self) -> int:
+        """The most tokens that one decode step may compute."""
+        ...
 
     def free(self) -> None:
-        """Give everything back."""
+        """Return all pages to the pool."""
         ...
 
 
-class CacheBackend(Protocol):
-    """Keep many sequences' keys and values in one preallocated budget.
+Cache = TypeVar("Cache", bound=SequenceHandle)
 
-    A block is the unit sequences are admitted by: `layout.sequence_pages` counts them, `layout.page_bytes` is
-    their size.
+
+class CacheBackend(ABC, Generic[Cache]):
+    """Keep the keys and values of many sequences in memory that is allocated once.
+
+    A block is the unit by which sequences are admitted: `request_pages` counts them, `layout.page_bytes` is their
+    size.
+
+    Args:
+        blocks: the pool of blocks.
     """
 
-    num_blocks: int
-    num_available: int
-    allocated_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    num_prefill_buffers: int  # in use
+    def __init__(self, blocks: BlockPool | PagePool) -> None:
+        self.blocks = blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.blocks.num_blocks
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that sequences hold now."""
+        return self.blocks.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that sequences held at once."""
+        return self.blocks.peak_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of everything allocated."""
+        return self.blocks.allocated_bytes
+
+    @property
+    def num_prefill_buffers(self) -> int:
+        """Prefill buffers in use."""
+        return 0
+
+    @property
+    @abstractmethod
+    def num_available(self) -> int:
+        """Blocks that are reserved for no sequence."""
 
     def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
-        """Tell whether so many sequences that together need `num_blocks` can be opened now."""
-        ...
+        """Tell whether `num_sequences` that together need `num_blocks` can be opened now."""
+        return num_blocks <= self.num_available
 
-    def open(self, num_blocks: int, num_tokens: int, prefix: SequenceHandle | None) -> SequenceHandle:
-        """Return a cache for up to `num_tokens`, beginning with those of `prefix`."""
-        ...
+    @abstractmethod
+    def open(self, num_blocks: int, num_tokens: int, prefix: Cache | None) -> Cache:
+        """Return a cache for up to `num_tokens`, which begins with the tokens of `prefix`."""
 
+    @abstractmethod
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the tokens that look at the cache after the next `num_tokens` of a sequence, and are not cached."""
-        ...
+        """Return the tokens that attend behind the next `num_tokens` of a prompt and are not cached."""
 
+    @abstractmethod
     def attend(self, plan: StepPlan) -> Attend:
-        """Return the callback by which the layers of one step store and attend."""
-        ...
+        """Return the function by which the layers of one step store keys and values and attend."""
 
-    def attend_aside(self, cache: SequenceHandle) -> Attend:
-        """Return a callback that attends tokens to one sequence and to themselves without caching them."""
-        ...
+    @abstractmethod
+    def attend_uncached(self, cache: Cache) -> Attend:
+        """Return a function that lets tokens attend to one sequence and causally to themselves, and stores nothing."""
 
+    @abstractmethod
     def advance(
-        self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool
+        self, sequence: Sequence, num_tokens: int, run_uncached: RunUncached, *, prompt_ends: bool
     ) -> None:
-        """Count a step's tokens of one sequence, after all layers ran, and compress what is old enough."""
-        ...
+        """Count a step's tokens of one sequence after all layers have run, and compress the tokens that are due."""
 
     def check(self) -> None:
-        """Prove that no sequence is open and nothing is held."""
-        ...
+        """Prove that no sequence is open and no block is held."""
+        self.blocks.check()
+
+
+def whole_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:
+    """Return the type of tokens that are kept whole."""
+    return torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype

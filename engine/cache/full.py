@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 from engine.attention import get_backend
-from engine.attention.cpu import attend_apart
-from engine.cache.base import Attend, LookAhead
+from engine.attention.cpu import attend_in_parts
+from engine.budget import Budget
+from engine.cache.base import CacheBackend, RunUncached, whole_dtype
+from engine.config import EngineConfig
+from engine.models.decoder import Attend, Decoder
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.pages.page_pool import PagePool
@@ -13,68 +16,32 @@ from kvcache.sequence.full import SequenceCache, slot_mapping
 from kvcache.sizes.full import CacheLayout
 
 
-class FullCache:
-    """Keep sequences in a `PagePool`.
+class FullCache(CacheBackend[SequenceCache]):
+    """Keep sequences in a `PagePool`."""
 
-    Args:
-        dtype: of keys and values in the pages.
-        attention: backend name, or None for the device's own.
-    """
-
-    def __init__(
-        self,
-        layout: CacheLayout,
-        num_pages: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention: str | None = None,
-    ):
-        self.pool = PagePool(layout, num_pages, dtype=dtype, device=device)
-        self.backend = get_backend(attention or ("cpu" if device.type == "cpu" else "reference"))
-
-    @property
-    def num_blocks(self) -> int:
-        return self.pool.num_blocks
+    def __init__(self, budget: Budget, config: EngineConfig, model: Decoder) -> None:
+        layout = budget.layout
+        assert isinstance(layout, CacheLayout), "the policy compresses"
+        dtype = whole_dtype(config, model)
+        self.pool = PagePool(layout, budget.capacity_pages, dtype=dtype, device=model.device)
+        super().__init__(self.pool)
+        self.backend = get_backend(config.attention, model.device)
 
     @property
     def num_available(self) -> int:
         return self.pool.num_free
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self.pool.allocated_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.pool.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.pool.peak_bytes
-
-    @property
-    def num_prefill_buffers(self) -> int:
-        return 0
-
-    def can_open(self, num_blocks: int, num_sequences: int = 1) -> bool:
-        """See `CacheBackend.can_open`."""
-        return num_blocks <= self.pool.num_free
-
     def open(self, num_blocks: int, num_tokens: int, prefix: SequenceCache | None) -> SequenceCache:
-        """See `CacheBackend.open`."""
         return SequenceCache(self.pool, num_tokens, prefix)
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """See `CacheBackend.probe_tokens`; nothing is judged here."""
-        return []
+        return []  # nothing is scored
 
     def attend(self, plan: StepPlan) -> Attend:
-        """See `CacheBackend.attend`."""
         decodes = [s.cache for s in plan.decodes]
         spans = plan.drafts + plan.chunks
         chunks = [(span.sequence.cache, span.num_tokens) for span in spans]
-        # In the last layer only tokens that choose another are asked for their attention: the others end there.
+        # The last layer's output is needed only where a token is chosen; other spans skip its attention.
         last_layer = self.pool.layout.num_layers - 1
         choices = [span.num_choices for span in spans]
         caches = decodes + [cache for cache, _ in chunks]
@@ -82,7 +49,7 @@ class FullCache:
         decode = self.backend.open_decode(decodes) if decodes else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            num_tokens = slots.shape[-1]  # of the plan: a step may be filled up with more
+            num_tokens = slots.shape[-1]  # of the plan: the runner may have padded the step
             self.pool.store(slots[layer], k[:num_tokens], v[:num_tokens])
             out = torch.empty_like(q)  # [T, H, D]
             start = len(decodes)
@@ -97,16 +64,10 @@ class FullCache:
 
         return attend
 
-    def attend_aside(self, cache: SequenceCache) -> Attend:
-        """See `CacheBackend.attend_aside`."""
-        return lambda layer, q, k, v: attend_apart(layer, q, k, v, cache)[0]
+    def attend_uncached(self, cache: SequenceCache) -> Attend:
+        return lambda layer, q, k, v: attend_in_parts(layer, q, k, v, cache)[0]
 
     def advance(
-        self, sequence: Sequence, num_tokens: int, look_ahead: LookAhead, *, prompt_ends: bool
+        self, sequence: Sequence, num_tokens: int, run_uncached: RunUncached, *, prompt_ends: bool
     ) -> None:
-        """See `CacheBackend.advance`."""
         sequence.cache.advance(num_tokens)
-
-    def check(self) -> None:
-        """See `CacheBackend.check`."""
-        self.pool.check()

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from kvbatch.prompts.chat import Prompts
     from kvcache.config import KVCacheConfig
 
+# The job keys that set fields of `EngineConfig` of another name.
+_JOB_KEYS = {"memory_budget_bytes": "engine.memory_budget", "step_tokens": "engine.step_tokens"}
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -87,7 +90,7 @@ def plan_memory(
         )
         budget = divide_budget(model.config, config, model.dtype.itemsize, model.device)
     except BudgetError as error:
-        raise JobFileError(f"engine.memory_budget: {error}") from error
+        raise JobFileError(f"engine.memory_budget: {error.message(_JOB_KEYS)}") from error
     except ValueError as error:  # a policy that does not suit the model
         raise JobFileError(f"cache: {error}") from error
     return MemoryPlan(config, budget, model.weight_bytes, resident_bytes())

@@ -202,7 +202,6 @@ class Planner:
             coefficients: see `engine.forecast.forecast`.
         """
         layout, prefix = self._budget.layout, None
-        policy = layout.config if isinstance(layout, CompressedLayout) else None
         shapes = [
             self._prompts.shape(row.outcome, row.part_tokens, row.reduce_tokens, row.max_new_tokens)
             for row in rows
@@ -223,7 +222,6 @@ class Planner:
             replace(self._budget, capacity_pages=pool_pages),
             coefficients,
             prefix=prefix,
-            chunk_tokens=policy.chunk_size if policy and policy.streaming else None,
             alone=self._job.engine.deterministic,
         )
 

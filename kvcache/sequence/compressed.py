@@ -48,7 +48,6 @@ class CompressedCache:
         prefix: a cache still in prefill whose tokens this sequence begins with. Quantized pages are shared,
             everything else is copied.
         background: where chunks are compressed while the model goes on; None: at once.
-        whole_chunks: a chunk must be computed in one step.
     """
 
     def __init__(
@@ -60,8 +59,6 @@ class CompressedCache:
         prefill_buffers: PrefillBufferPool,
         prefix: "CompressedCache | None" = None,
         background: BackgroundCompressor | None = None,
-        *,
-        whole_chunks: bool = False,
     ):
         layout = self.layout = compressor.layout
         self._compressor = compressor
@@ -70,7 +67,6 @@ class CompressedCache:
         self.prefill_buffer: PrefillBuffer | None = PrefillBuffer(prefill_buffers)
         self.num_tokens = 0  # ever cached, kept or not
         self._background = background
-        self.whole_chunks = whole_chunks
         self._leaving: Future[list[TierShare]] | None = None  # of the prefill buffer's oldest chunk
         self._seen: list[Tensor] = []  # what open tokens looked at, in order
         # The lists before the open pages as they last were, and joined.
@@ -140,14 +136,6 @@ class CompressedCache:
             pages=torch.stack([sum(part.num_pages for part in parts) for parts in kinds]).view(shape),
         )
 
-    @property
-    def open_chunk_tokens(self) -> int:
-        """The most prompt tokens of one step: the rest of a chunk, since a chunk is judged by those after it."""
-        if not self.layout.config.streaming and not self.whole_chunks:
-            return self.prefill_buffer.capacity - self.prefill_buffer.length
-        size = self.layout.config.chunk_size
-        return size - self.num_tokens % size
-
     def extend(self, num_tokens: int, *, prompt_ends: bool) -> None:
         """Count prompt tokens that all layers have written to the prefill buffer.
 
@@ -157,17 +145,15 @@ class CompressedCache:
         """
         self.prefill_buffer.extend(num_tokens)
         self.num_tokens += num_tokens
-        config = self.layout.config
-        if prompt_ends or (config.streaming and self.num_tokens % config.chunk_size == 0):
+        if prompt_ends or self.layout.chunks.completes_chunk(self.num_tokens):
             self._await_chunk()
 
     def num_due(self, *, prompt_ends: bool) -> int:
         """Return how many of the prefill buffer's oldest tokens have seen what follows them and are scored now."""
+        chunks, num_buffered = self.layout.chunks, self.prefill_buffer.length
         if prompt_ends:
-            return max(0, self.prefill_buffer.length - self.layout.config.recent_tokens)
-        config = self.layout.config
-        is_full = config.streaming and self.prefill_buffer.length >= (config.delay + 1) * config.chunk_size
-        return config.chunk_size if is_full and not self._leaving else 0
+            return chunks.due_tokens_at_end(num_buffered)
+        return 0 if self._leaving else chunks.due_tokens(num_buffered)
 
     def compress(self, prompt_tokens: int | None, *, thinning: float = 1.0, prompt_ends: bool) -> None:
         """Move the chunk that is old enough to pages, and at the prompt's end everything else.
@@ -309,9 +295,8 @@ class CompressedCache:
     def _leave_prefill_buffer(self, scale: float, prompt_tokens: int) -> None:
         """At the end of the prompt: compress all but the recent window, which becomes the open pages."""
         prefill_buffer, layout = self.prefill_buffer, self.layout
-        older = max(
-            prefill_buffer.length - layout.config.recent_tokens, self._num_sinks(prefill_buffer.length)
-        )  # [0, older) leaves
+        # [0, older) leaves
+        older = max(self.num_due(prompt_ends=True), self._num_sinks(prefill_buffer.length))
         tail = min(layout.tail_tokens(prompt_tokens), older)
         if older > tail:
             self._compress_prefill_buffer(older - tail, scale=scale)

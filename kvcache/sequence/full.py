@@ -26,8 +26,6 @@ class SequenceCache:
         PoolExhausted: The pool has too few free pages.
     """
 
-    whole_chunks = False
-
     def __init__(self, pool: PagePool, num_tokens: int, prefix: "SequenceCache | None" = None):
         layout = pool.layout
         self.pool = pool
@@ -65,11 +63,6 @@ class SequenceCache:
     def lane_usage(self) -> None:
         """Nothing to tell lanes apart by: each keeps every token, as it is."""
         return None
-
-    @property
-    def open_chunk_tokens(self) -> int:
-        """The most prompt tokens of one step: as many as there is room for."""
-        return self.capacity_tokens
 
     @property
     def open_tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""Bytes of whole and of compressed caches, and of the pages that they lie in. Imports: config."""
+"""Bytes of whole and of compressed caches, and of the pages that they lie in. Imports: scorers, config."""

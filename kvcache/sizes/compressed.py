@@ -5,9 +5,11 @@ partly filled, and a tier of fewer bits holds up to 63 tokens whole in every lan
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 from kvcache.config import KVCacheConfig
+from kvcache.sizes.chunk_schedule import ChunkSchedule
 from kvcache.sizes.full import CacheLayout
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
@@ -37,6 +39,11 @@ class CompressedLayout:
     element_bytes: int
     whole_bytes: int
     config: KVCacheConfig
+
+    @cached_property
+    def chunks(self) -> ChunkSchedule:
+        """The schedule of a prompt's chunks."""
+        return ChunkSchedule.of(self.config)
 
     @property
     def num_lanes(self) -> int:
@@ -88,11 +95,6 @@ class CompressedLayout:
         """Bytes of one token in all lanes at the model's precision."""
         return 2 * self.num_lanes * self.head_dim * self.element_bytes
 
-    @property
-    def prefill_buffer_tokens(self) -> int:
-        """Tokens of one prefill buffer in streaming mode."""
-        return (self.config.delay + 1) * self.config.chunk_size
-
     def prefill_buffer_bytes(self, num_tokens: int) -> int:
         """Bytes of a prefill buffer of that many tokens, scores and the queries' moments included."""
         second_moment_bytes = 4 * self.num_lanes * self.head_dim**2 if self.config.compensates else 0
@@ -140,11 +142,10 @@ class CompressedLayout:
     def _shared_page_tokens(self, ratio: float, shared_tokens: int, new_tokens: int) -> int:
         """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
         config = self.config
-        # chunks that were judged and have left the prefill buffer, even where one is compressed beside the model
-        num_chunks = shared_tokens // config.chunk_size - config.delay - 1
-        if not config.streaming or num_chunks < 1:
+        # one chunk less than without overlap
+        judged = self.chunks.compressed_tokens(shared_tokens - config.chunk_size)
+        if not judged:
             return 0
-        judged = num_chunks * config.chunk_size
         kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes
         in_decode = new_tokens if config.drops else 0  # pages that would have made room
         unsure = (TIER_PAGE_TOKENS + in_decode) * self.num_lanes + self._rounding_tokens(judged)

@@ -35,7 +35,7 @@ def expected_pages(
         read_tokens, scale = computed_tokens + 1, 1.0
     else:
         read_tokens, scale = max(prompt_tokens, streamed_tokens), layout.chunk_scale(prompt_tokens)
-    judged = _judged_in_prefill(layout, min(computed_tokens, read_tokens))
+    judged: float = _judged_in_prefill(layout, min(computed_tokens, read_tokens))
     if streamed_tokens:
         judged *= layout.thinning(streamed_tokens, prompt_tokens)
     in_prefill = [tier.ratio * scale * judged for tier in config.resolved_tiers]
@@ -63,11 +63,9 @@ def expected_pages(
     return blocks + _blocks(layout, whole, layout.whole)
 
 
-def _judged_in_prefill(layout: CompressedLayout, computed_tokens: int) -> float:
+def _judged_in_prefill(layout: CompressedLayout, computed_tokens: int) -> int:
     """Return the tokens that have left the prefill buffer before the prompt's end, sinks left out."""
-    config = layout.config
-    num_chunks = computed_tokens // config.chunk_size - config.delay if config.streaming else 0
-    return max(0, num_chunks * config.chunk_size - config.warmup_tokens)
+    return max(0, layout.chunks.compressed_tokens(computed_tokens) - layout.config.warmup_tokens)
 
 
 def _at_the_end(

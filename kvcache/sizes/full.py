@@ -7,6 +7,7 @@ Pure integers, no torch.
 
 from dataclasses import dataclass
 
+from kvcache.sizes.chunk_schedule import ChunkSchedule
 from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
 
 
@@ -32,6 +33,11 @@ class CacheLayout:
     def uncompressed(self) -> "CacheLayout":
         """The layout where nothing is compressed: this one."""
         return self
+
+    @property
+    def chunks(self) -> ChunkSchedule:
+        """The schedule of a prompt's chunks: a step may end anywhere."""
+        return ChunkSchedule()
 
     @property
     def page_format(self) -> PageFormat:

@@ -8,22 +8,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import get_backend
+from engine import EngineConfig, Request
+from engine.attention import get_backend, registry
+from engine.engine_core import EngineCore
+from engine.models import load_model
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache, slot_mapping
 from kvcache.sizes.full import CacheLayout
+from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.helpers import GREEDY, as_text, prompts, run
+
+CPU = torch.device("cpu")
 
 
 @contextmanager
 def torch_alone():
     """The CPU backend where there is no compiler."""
     with patch("engine.attention.cpu.compiled_kernels", return_value=None):
-        yield get_backend("cpu")
+        yield get_backend("cpu", CPU)
 
 
 BACKENDS = (
-    lambda: nullcontext(get_backend("reference")),
-    lambda: nullcontext(get_backend("cpu")),
+    lambda: nullcontext(get_backend("reference", CPU)),
+    lambda: nullcontext(get_backend("cpu", CPU)),
     torch_alone,
 )
 
@@ -105,5 +112,46 @@ def test_decode_of_many_sequences_agrees():
 
 
 def test_unknown_backend_is_named():
-    with pytest.raises(ValueError, match="flash.*reference or cpu"):
-        get_backend("flash")
+    with pytest.raises(ValueError, match="flash.*use one of reference, cpu"):
+        get_backend("flash", CPU)
+
+
+class ToyAttention:
+    """A backend from outside: plain softmax over all keys of a layer at once."""
+
+    def __init__(self):
+        self.num_calls = 0
+        made.append(self)
+
+    def prefill(self, layer, q, k, v, cache):
+        self.num_calls += 1
+        num_past, num_new = int(cache.lengths[layer, 0]), len(q)
+        parts = list(cache.parts(layer, num_past + num_new))
+        group = q.shape[1] // cache.pool.layout.num_kv_heads
+        keys, values = (torch.cat(x, 1).repeat_interleave(group, 0) for x in zip(*parts, strict=True))
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) / q.shape[2] ** 0.5
+        scores += torch.full(scores.shape[1:], -torch.inf).triu(num_past + 1)
+        return (scores.softmax(2) @ values).transpose(0, 1), scores.logsumexp(2).T
+
+    def open_decode(self, caches):
+        def decode(layer, q):
+            results = [self.prefill(layer, q[i : i + 1], q, q, cache) for i, cache in enumerate(caches)]
+            return tuple(torch.cat(x) for x in zip(*results, strict=True))
+
+        return decode
+
+
+made: list[ToyAttention] = []
+
+
+def test_a_backend_registered_from_outside_runs_a_model(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "toy", (__name__, "ToyAttention"))
+    save_tiny_model(tmp_path, "llama")
+    model = load_model(tmp_path, dtype=torch.float32)
+    requests = [Request(i, p, GREEDY) for i, p in enumerate(prompts((5, 150)))]
+    answers = []
+    for name in ("toy", None):
+        config = EngineConfig(20_000_000, attention=name, prompt_lookup=False)
+        answers.append([result.token_ids for result in run(EngineCore(model, config, as_text), requests)])
+    assert answers[0] == answers[1]
+    assert made[0].num_calls > 0

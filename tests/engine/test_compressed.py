@@ -183,7 +183,7 @@ def test_many_more_rows_are_in_decode_at_once_in_the_same_bytes(model):
 
 
 @pytest.mark.parametrize("cache", [KVCacheConfig(), KVCacheConfig("sparse", chunk_size=64)])
-def test_a_look_ahead_sees_what_would_follow_and_leaves_nothing(model, cache):
+def test_continuation_logits_are_those_of_the_run_and_leave_nothing(model, cache):
     row = prompts((400,))[0]
     llm = make_llm(model, cache)
     (expected,) = run(llm, [Request(0, row, replace(GREEDY, max_new_tokens=20))])
@@ -193,7 +193,7 @@ def test_a_look_ahead_sees_what_would_follow_and_leaves_nothing(model, cache):
     def execute(plan):
         ready, logits = original(plan)
         if ready and not seen:
-            seen.append(llm.runner.peek(ready[0], expected.token_ids[:-1]).argmax(-1).tolist())
+            seen.append(llm.runner.continuation_logits(ready[0], expected.token_ids[:-1]).argmax(-1).tolist())
         return ready, logits
 
     llm.runner.execute = execute
@@ -271,7 +271,9 @@ def test_a_scorer_that_sees_attention_sees_whole_chunks_in_any_company(model, sc
 
 
 def test_a_scorer_that_needs_whole_chunks_is_refused_a_smaller_step(model):
-    with pytest.raises(BudgetError, match="whole chunks of 64 tokens, but a step has 48"):
+    with pytest.raises(
+        BudgetError, match="has 48; increase memory_budget_bytes and step_tokens or decrease cache.chunk_size"
+    ):
         make_llm(model, replace(LOSSY, scorer="snapkv"), step_tokens=48)
 
 

@@ -55,9 +55,7 @@ def test_the_peak_is_known_before(model, preset, shared):
         for p, count in zip(prompts, pages, strict=True)
     ]
     beside = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, after(None)) if shared else None
-    found = forecast(
-        rows, llm.budget, prefix=beside, chunk_tokens=cache.chunk_size if cache.compresses else None
-    )
+    found = forecast(rows, llm.budget, prefix=beside)
     measured = llm.stats().kv_peak_bytes / layout.page_bytes
     reserved = max(sample.kv_reserved_bytes for sample in llm.monitor.samples) / layout.page_bytes
     if cache.compresses:

@@ -60,7 +60,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(model, cache, caplog):
     cache.parent.mkdir()
     cache.write_text("a file in the folder's place")
     assert calibrate(model, range(50)).table[-1].eq(1).all()
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_the_text_has_enough_tokens_for_any_tokenizer():

@@ -112,8 +112,8 @@ def test_what_keeps_every_token_keeps_it_in_decode_too(model):
 
 def test_a_page_is_attended_when_one_of_its_tokens_is(model, monkeypatch):
     llm = make_llm(model, TIERED)
-    backend, layers, checked = llm.cache, [], []
-    attention = backend._kernels.decode_attention
+    kernels, layers, checked = llm.cache.attention._kernels, [], []
+    attention = kernels.decode_attention
 
     def recorded(q, table, **options):
         out = attention(q, table, **options)
@@ -141,7 +141,7 @@ def test_a_page_is_attended_when_one_of_its_tokens_is(model, monkeypatch):
                         start += len(idle)
         layers.clear()
 
-    monkeypatch.setattr(backend._kernels, "decode_attention", recorded)
+    monkeypatch.setattr(kernels, "decode_attention", recorded)
     after_each_step(llm, check)
     run(llm, [Request(i, p, GREEDY) for i, p in enumerate(prompts((80, 700)))])
     assert len(checked) > 100 and all(checked)

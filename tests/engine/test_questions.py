@@ -71,5 +71,5 @@ def test_documents_wait_for_an_prefill_buffer(model):
     cache = replace(FEW, compensate=False)
     requests = asked((500, 501, 502), sampling=GREEDY)
     llm = make_llm(model, cache, step_tokens=64)
-    assert llm.cache.prefill_buffers.num_blocks == 2
+    assert llm.cache.pool.prefill_buffers.num_blocks == 2
     assert tokens(llm, requests) == tokens(make_llm(model, cache), requests)

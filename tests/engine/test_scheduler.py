@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler, chunk_size, plan_chunks
+from engine.scheduler import Scheduler, plan_chunks, step_chunk_tokens
 from engine.sequence import Sequence
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache
+from kvcache.sizes.chunk_schedule import ChunkSchedule
 from kvcache.sizes.full import CacheLayout
 
 LAYOUT = CacheLayout(num_layers=1, num_kv_heads=2, head_dim=1, element_bytes=4, page_tokens=8)
@@ -95,9 +96,9 @@ TestSchedulerAndPool.settings = settings(max_examples=40, stateful_step_count=40
 
 
 def test_chunks_are_adaptive_share_the_budget_and_fill_it():
-    assert [chunk_size(n) for n in (10, 1024, 1040, 8000)] == [64, 64, 65, 500]
+    assert [step_chunk_tokens(n) for n in (10, 1024, 1040, 8000)] == [64, 64, 65, 500]
     rows = [make_sequence(n, 1) for n in (4000, 100, 30, 500)]
-    sizes = [c.num_tokens for c in plan_chunks(rows, 400)]
+    sizes = [c.num_tokens for c in plan_chunks(rows, 400, ChunkSchedule())]
     assert sizes == [250, 64, 30, 56], "the adaptive chunk each, oldest first, while the budget lasts"
-    sizes = [c.num_tokens for c in plan_chunks(rows[1:], 400)]
+    sizes = [c.num_tokens for c in plan_chunks(rows[1:], 400, ChunkSchedule())]
     assert sizes == [100, 30, 270], "what is left lengthens the oldest chunks"

@@ -279,7 +279,7 @@ def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_pat
         ("model.path=/nowhere", ModelUnavailable, "/nowhere"),
         ("input.path=nowhere.jsonl", InputError, "nowhere.jsonl"),
         ("generation.max_new_tokens=600", JobFileError, "leaves no room"),
-        ("engine.memory_budget=1KiB", JobFileError, "engine.memory_budget"),
+        ("engine.memory_budget=1KiB", JobFileError, "; increase engine.memory_budget$"),
         ("model.max_context=30", JobFileError, "leaves no room"),
     ]:
         with pytest.raises(kind, match=match):
