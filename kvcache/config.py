@@ -45,7 +45,6 @@ class KVCacheConfig:
         whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
         compensate: choose a quantized page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
-        two_axis: quantized keys also carry one factor per token, which evens out tokens as scales even out channels.
         overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its prefill
             buffer for one chunk longer, so what is generated may differ. None: where the device has a stream to
             spare, on a GPU.
@@ -72,7 +71,6 @@ class KVCacheConfig:
     streaming: bool = True
     whole_dtype: Literal["model", "bfloat16"] = "model"
     compensate: bool = True
-    two_axis: bool = False
     overlap: bool | None = None
     page_tokens: int = 64
 

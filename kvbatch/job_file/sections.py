@@ -276,8 +276,6 @@ class CacheSection(Section):
     """Precision of tokens kept whole; of a full cache, all."""
     compensate: bool | None = None
     """Let errors of quantized numbers make up for each other."""
-    two_axis: bool | None = None
-    """Quantized keys with a factor for each token besides one for each channel."""
     overlap: bool | None = None
     """Compress while the model reads on; by default on a GPU alone."""
 

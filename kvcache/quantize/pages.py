@@ -43,10 +43,6 @@ def quantize_pages(
         _put(pages, page_format.value_code_offset, values.to(dtype))
         return pages
     keys, values = keys.float(), values.float()
-    if page_format.two_axis:
-        factors = _row_factors(keys)
-        keys = keys / factors
-        _put(pages, page_format.row_factor_offset, factors.half())
     key_weights, value_weights = _page_weights(compensation)
     codes, scale, minimum = _quantize(keys, page_format.key_bits, 1, key_weights)
     _put(pages, page_format.key_code_offset, pack_codes(codes, page_format.key_bits))
@@ -75,8 +71,6 @@ def dequantize_pages(
     scale = _get(pages, page_format.key_scale_offset, (1, head_dim), torch.float16).float()
     minimum = _get(pages, page_format.key_min_offset, (1, head_dim), torch.float16).float()
     keys = torch.addcmul(minimum, unpack_codes(codes, page_format.key_bits).float(), scale)
-    if page_format.two_axis:
-        keys *= _get(pages, page_format.row_factor_offset, (num_tokens, 1), torch.float16).float()
     value_row_bytes = head_dim * page_format.value_bits // 8
     codes = _get(pages, page_format.value_code_offset, (num_tokens, value_row_bytes), torch.uint8)
     scale = _get(pages, page_format.value_scale_offset, (num_tokens, 1), torch.float16).float()
@@ -227,19 +221,6 @@ def _page_weights(compensation: Compensation | None) -> tuple[Tensor | None, Ten
         return None, None
     tables = (compensation.key_weights, compensation.value_weights)
     return tuple(None if table is None else table[compensation.lanes] for table in tables)
-
-
-def _row_factors(keys: Tensor) -> Tensor:  # [P, T, D] -> [P, T, 1] float32, exact in float16, about 1
-    """Balance tokens against channels: a key's size once its channels' sizes are divided out."""
-    squares = keys.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).square()
-    row_squares = torch.ones_like(squares[:, :, :1])
-    for _ in range(4):
-        channel_squares = (squares / row_squares).mean(1, keepdim=True).clamp_(min=1e-16)
-        row_squares = (squares / channel_squares).mean(2, keepdim=True).clamp_(min=1e-16)
-    factors = row_squares.sqrt()
-    factors = factors / factors.mean(1, keepdim=True)
-    # a key of zeros keeps a factor float16 can hold; no factor is so small that dividing by it overflows
-    return factors.clamp_(2**-10, 2**10).half().float()
 
 
 def _whole_dtype(page_format: PageFormat) -> torch.dtype:

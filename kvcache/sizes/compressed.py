@@ -59,7 +59,6 @@ class CompressedLayout:
                 TIER_PAGE_TOKENS,
                 self.head_dim,
                 self.whole_bytes,
-                self.config.two_axis,
             )
             for tier in self.config.resolved_tiers
         )

@@ -10,7 +10,6 @@ A quantized page, all little endian, one section after the other:
     value codes    row-major [T, D], `value_bits` each
     value scales   T float16       v ≈ minimum + scale × code, per token
     value minima   T float16
-    row factors    T float16       only with `two_axis`: the key above, times its token's factor
     zeros          up to a multiple of `UNIT_BYTES`
 
 A row of codes, by its bits:
@@ -42,7 +41,6 @@ class PageFormat:
         page_tokens: slots of the page.
         head_dim: elements of one key or value.
         whole_bytes: bytes of an element of a whole page, 2 (bfloat16) or 4 (float32).
-        two_axis: keys also carry one factor per token.
 
     Raises:
         ValueError: Bits or sizes no page can have, with the reason.
@@ -53,7 +51,6 @@ class PageFormat:
     page_tokens: int
     head_dim: int
     whole_bytes: int = 2
-    two_axis: bool = False
 
     def __post_init__(self) -> None:
         if self.key_bits == 2:
@@ -71,8 +68,6 @@ class PageFormat:
             raise ValueError(
                 f"a page is whole or quantized: 16-bit keys cannot go with {self.value_bits}-bit values"
             )
-        if self.whole and self.two_axis:
-            raise ValueError("two_axis is a way of quantizing; whole pages have no factors")
         if self.page_tokens < 16 or self.page_tokens % 16:
             raise ValueError(f"page_tokens must be a positive multiple of 16, not {self.page_tokens}")
         if self.head_dim < 8 or self.head_dim % 8:
@@ -117,13 +112,9 @@ class PageFormat:
         return self.value_scale_offset + self._scale_bytes(self.page_tokens)
 
     @property
-    def row_factor_offset(self) -> int:
-        return self.value_min_offset + self._scale_bytes(self.page_tokens)
-
-    @property
     def used_bytes(self) -> int:
         """Bytes that carry something; the rest of the page is zeros."""
-        return self.row_factor_offset + (self._scale_bytes(self.page_tokens) if self.two_axis else 0)
+        return self.value_min_offset + self._scale_bytes(self.page_tokens)
 
     @property
     def page_bytes(self) -> int:

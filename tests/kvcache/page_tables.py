@@ -21,7 +21,6 @@ def page_formats(draw, head_dim: int) -> PageFormat:
         draw(st.sampled_from([16, 48])) if whole else 64,
         head_dim,
         draw(st.sampled_from([2, 4])),
-        two_axis=not whole and draw(st.booleans()),
     )
 
 
@@ -33,8 +32,6 @@ def poison(page: torch.Tensor, count: int, page_format: PageFormat) -> None:
     sections = [(page_format.key_code_offset, key_row), (page_format.value_code_offset, value_row)]
     if not page_format.whole:
         sections += [(page_format.value_scale_offset, 2), (page_format.value_min_offset, 2)]
-    if page_format.two_axis:
-        sections.append((page_format.row_factor_offset, 2))
     for offset, row_bytes in sections:
         page[offset + count * row_bytes : offset + size * row_bytes] = NAN_BYTE
 

@@ -208,11 +208,8 @@ class Attention {
   void soften(const Page& page, float* kept, int64_t kept_stride) {
     const Format& f = *page.format;
     const int padded = round_up(page.count);
-    if (PACKED && f.key_factors >= 0) read_halves(page.base + f.key_factors, page.count, scales_.data());
     for (int g = 0; g < heads_; g++) {
       float* s = &scores_[g * stride_];
-      if (PACKED && f.key_factors >= 0)
-        for (int t = 0; t < padded; t += 8) store(s + t, load(s + t) * load(&scales_[t]));
       std::fill(s + page.count, s + padded, -1e30f);
       if (kept) std::copy(s, s + page.count, kept + g * kept_stride);
     }

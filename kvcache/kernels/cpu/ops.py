@@ -48,8 +48,8 @@ def quantize(
     *,
     num_threads: int = 1,
 ) -> Tensor:  # [P, page_bytes] uint8
-    """See `reference.quantize`; whole pages and those with row factors, which no preset has, are left to torch."""
-    if page_format.whole or page_format.two_axis:
+    """See `reference.quantize`; whole pages are copied by torch."""
+    if page_format.whole:
         return reference.quantize(rows, page_format, compensation)
     (num_pages, size), (num_lanes, num_tokens, dim) = rows.index.shape, rows.keys.shape
     assert (size, dim) == (page_format.page_tokens, page_format.head_dim) and dim % 16 == 0
@@ -358,7 +358,6 @@ def _formats(formats: tuple[PageFormat, ...]) -> ctypes.Array:
         key_scale, key_min, value_scale, value_min = (-1,) * 4 if kind.whole else scaled
         fields += [kind.key_bits, kind.value_bits, kind.page_tokens, kind.whole_bytes]
         fields += [kind.key_code_offset, key_scale, key_min, kind.value_code_offset, value_scale, value_min]
-        fields += [kind.row_factor_offset if kind.two_axis else -1]
     return (ctypes.c_int32 * len(fields))(*fields)
 
 

@@ -5,7 +5,7 @@
 // Byte offsets of a page's sections; kvcache/sizes/page_format.py computes them. -1: no such section.
 struct Format {
   int32_t key_bits, value_bits, page_tokens, whole_bytes;
-  int32_t key_codes, key_scales, key_minima, value_codes, value_scales, value_minima, key_factors;
+  int32_t key_codes, key_scales, key_minima, value_codes, value_scales, value_minima;
 };
 
 struct Page {

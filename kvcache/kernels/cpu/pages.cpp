@@ -196,7 +196,7 @@ void kvb_decode_mixed(const uint8_t* slab, const Format* formats, int num_format
 void kvb_decode_pool(const void* keys, const void* values, int element_bytes, int page_tokens,
                      const int64_t* const* tables, const int64_t* lengths, int64_t items, int heads, int dim,
                      float scale, const float* q, float* out, float* lse, float* largest, int threads) {
-  const Format format = {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1, -1};
+  const Format format = {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1};
   const PoolPages pages = {(const uint8_t*)keys, (const uint8_t*)values, tables, lengths,
                            (int64_t)page_tokens * dim * element_bytes, format};
   Decode<PoolPages> decode{pages, items, heads, dim, page_tokens, scale, q, out, lse, largest, {}, {}, {}, {}};

@@ -67,7 +67,7 @@ void execute(const Queries& queries, const std::vector<Lane>& lanes, float* larg
 }
 
 Format whole(int element_bytes, int page_tokens) {
-  return {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1, -1};
+  return {16, 16, page_tokens, element_bytes, 0, -1, -1, 0, -1, -1};
 }
 
 }  // namespace

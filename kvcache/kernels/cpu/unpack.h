@@ -14,8 +14,7 @@ class Unpack {
     const Format& f = *page.format;
     start(dim, page.count);
     read(f.key_bits, page.keys, page, dim, first, last, section(page, f.key_scales, dim, a_, ones_),
-         section(page, f.key_minima, dim, b_, zeros_), section(page, f.key_factors, page.count, c_, ones_),
-         zeros_.data(), put);
+         section(page, f.key_minima, dim, b_, zeros_), ones_.data(), zeros_.data(), put);
   }
 
   template <class Put>
@@ -64,5 +63,5 @@ class Unpack {
     });
   }
 
-  std::vector<float> ones_, zeros_, a_, b_, c_;
+  std::vector<float> ones_, zeros_, a_, b_;
 };

@@ -32,10 +32,9 @@ def cost(errors: torch.Tensor, second_moments: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), BITS)
-@pytest.mark.parametrize("two_axis", [False, True])
-def test_errors_matter_less_at_the_same_scales(key_bits, value_bits, two_axis):
+def test_errors_matter_less_at_the_same_scales(key_bits, value_bits):
     generator = torch.Generator().manual_seed(0)
-    page_format = PageFormat(key_bits, value_bits, 64, 64, two_axis=two_axis)
+    page_format = PageFormat(key_bits, value_bits, 64, 64)
     keys, values = torch.randn(2, 6, 64, 64, generator=generator)
     lanes = torch.tensor([2, 0, 1, 1, 2, 0])
     of_queries, of_outputs = (make_second_moments(3, 64, generator) for _ in range(2))
@@ -119,7 +118,7 @@ def test_the_kernel_packs_what_the_reference_packs(data):
     dim = data.draw(st.sampled_from([16, 64, 80, 128]), "head dim")
     size = data.draw(st.sampled_from([16, 48, 64, 80]), "tokens")
     bits = data.draw(st.sampled_from(BITS), "bits")
-    page_format = PageFormat(*bits, size, dim, two_axis=data.draw(st.booleans(), "two_axis"))
+    page_format = PageFormat(*bits, size, dim)
     num_pages, num_lanes = data.draw(st.integers(0, 6), "pages"), data.draw(st.integers(1, 3), "lanes")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), "seed"))
     keys, values = torch.randn(2, num_pages, size, dim, generator=generator)

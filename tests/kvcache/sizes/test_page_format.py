@@ -16,7 +16,7 @@ def test_bits_per_element_count_scales_and_padding(key_bits, value_bits, bits_pe
 
 
 def test_sections_follow_each_other():
-    page_format = PageFormat(4, 3, 64, 80, two_axis=True)
+    page_format = PageFormat(4, 3, 64, 80)
     offsets = (
         page_format.key_code_offset,
         page_format.key_scale_offset,
@@ -24,11 +24,10 @@ def test_sections_follow_each_other():
         page_format.value_code_offset,
         page_format.value_scale_offset,
         page_format.value_min_offset,
-        page_format.row_factor_offset,
         page_format.used_bytes,
         page_format.page_bytes,
     )
-    assert offsets == (0, 2560, 2720, 2880, 4800, 4928, 5056, 5184, 5632)
+    assert offsets == (0, 2560, 2720, 2880, 4800, 4928, 5056, 5120)
 
 
 def test_a_whole_page_is_keys_then_values():
@@ -57,7 +56,6 @@ def test_every_section_begins_on_sixteen_bytes(key_bits, value_bits, head_dim):
         ({"value_bits": 1}, "value_bits must be one of"),
         ({"key_bits": 3, "value_bits": 4}, "keys at 3 bits below values at 4"),
         ({"key_bits": 16}, "whole or quantized"),
-        ({"key_bits": 16, "value_bits": 16, "two_axis": True}, "two_axis"),
         ({"head_dim": 60}, "head_dim must be a positive multiple of 8, not 60"),
         ({"head_dim": 0}, "head_dim"),
         ({"page_tokens": 40}, "page_tokens must be a positive multiple of 16, not 40"),
