@@ -7,7 +7,6 @@ explicitly, in torch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.cpu import flash
 from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.protocol import PageKernels, PrefillOptions
 from kvcache.pages.prefill_buffer import PrefillBuffer
 from kvcache.scorers.base import Observation, Scorer
 from kvcache.scorers.probe import raise_by_probes
@@ -31,7 +31,7 @@ class LayerPages:
         rounds: kernels may round (`prefill_attention`), since what leaves the prefill buffer is rounded more.
     """
 
-    kernels: ModuleType
+    kernels: PageKernels
     table: PageTable
     workspace: Callable[[int], tuple[Tensor, Tensor]]
     rounds: bool
@@ -56,11 +56,9 @@ class LayerPages:
             self.table,
             keys,
             values,
-            scale=q.shape[2] ** -0.5,
+            PrefillOptions(q.shape[2] ** -0.5, self.rounds, torch.get_num_threads()),
             distance=distance,
             out=out,
-            rounds=self.rounds,
-            num_threads=torch.get_num_threads(),
         )[2]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import Decode
 from kvcache.kernels.page_table import BlockTables
+from kvcache.kernels.protocol import PrefillOptions
 from kvcache.kernels.registry import compiled_kernels
 from kvcache.sequence.full import SequenceCache
 
@@ -22,7 +23,7 @@ class CPUAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.prefill`; compiled kernels read `k` and `v` from the pages instead."""
-        kernels = compiled_kernels(q.shape[2])
+        kernels = compiled_kernels(q.device, cache.pool.layout)
         if kernels is None:
             return attend_apart(layer, q, k, v, cache)
         return kernels.prefill_attention_pool(
@@ -31,16 +32,18 @@ class CPUAttention:
             cache.pool.values,
             cache.pages[layer],
             cache.lengths[layer],
-            scale=q.shape[2] ** -0.5,
-            rounds=cache.pool.keys.dtype == torch.bfloat16,  # where numbers have 8 bits
-            num_threads=torch.get_num_threads(),
+            PrefillOptions(
+                q.shape[2] ** -0.5,
+                rounds=cache.pool.keys.dtype == torch.bfloat16,  # where numbers have 8 bits
+                num_threads=torch.get_num_threads(),
+            ),
         )
 
     def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
         """See `AttentionBackend.open_decode`."""
         pool = caches[0].pool
         dim = pool.keys.shape[2]
-        kernels = compiled_kernels(dim)
+        kernels = compiled_kernels(pool.keys.device, pool.layout)
         if kernels is None:
             return lambda layer, q: _decode(layer, q, caches)
         lengths = torch.stack([cache.lengths for cache in caches]) + 1

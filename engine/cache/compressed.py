@@ -14,7 +14,7 @@ from kvcache.compress.background import BackgroundCompressor
 from kvcache.compress.compressor import Compressor
 from kvcache.compress.lane_shares import LaneShares
 from kvcache.kernels.page_table import PageTable
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.block_pool import BlockPool
 from kvcache.pages.prefill_buffer import PrefillBufferPool
 from kvcache.quantize.error_compensation import compensation_weights, output_second_moments
@@ -77,7 +77,7 @@ class CompressedBackend:
         self._max_context, self._move_keys = max_context, move_keys
         self._repeat_token_ids = list(repeat_token_ids)
         self._background = BackgroundCompressor(device) if overlaps_compression else None
-        self._kernels = cpu_kernels(layout.head_dim)
+        self._kernels = kernels_for(device, layout.whole, *layout.tiers)
         self._room: Tensor | None = None
         self.scorer = get_scorer(config.scorer) if config.judges else None
         value_weights = self._weigh(output_weights) if config.compensates else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcache.compress.allocation import EVICTED, assign_tiers
 from kvcache.compress.lane_shares import LaneShares
 from kvcache.kernels.page_tokens import PageRows
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.page_list import PageList
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.compressed import TIER_PAGE_TOKENS, CompressedLayout
@@ -167,7 +167,7 @@ class Compressor:
         compensation = (
             None if self.value_weights is None else Compensation(key_weights, self.value_weights, lanes)
         )
-        kernels = cpu_kernels(self.layout.head_dim)
+        kernels = kernels_for(rows.keys.device, page_format)
         return kernels.quantize(rows, page_format, compensation, num_threads=torch.get_num_threads())
 
 

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.protocol import AnyPageFormat, PrefillOptions
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.quantize.pages import dequantize_pages, quantize_pages
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
+
+
+def supports(page_format: AnyPageFormat) -> bool:
+    """See `PageKernels.supports`: a new page format starts here."""
+    return True
 
 
 def quantize(
@@ -106,16 +112,14 @@ def prefill_attention_pool(
     values: Tensor,  # [P, page_tokens, D]
     pages: Tensor,  # int64 [KVH, pages]
     past: Tensor,  # int64 [KVH]
+    options: PrefillOptions,
     *,
-    scale: float,
     out: Tensor | None = None,  # [C, H, D]
-    rounds: bool = False,
-    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
 
     The chunk's tokens are in slots `[past, past + C)` of their lanes; query `i` sees slots `[0, past + i]`.
-    `out` is room for the output, to be used again. `rounds` changes nothing: rounding gains nothing here.
+    `out` is room for the output, to be used again. `options.rounds` changes nothing: rounding gains nothing here.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp, float32 `[C, H]`.
@@ -123,7 +127,7 @@ def prefill_attention_pool(
     outs, lses = [], []
     for head, (lane, before) in enumerate(zip(pages, past.tolist(), strict=True)):
         k, v = (slab[lane].flatten(0, 1)[: before + len(q)].float() for slab in (keys, values))
-        part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, scale)
+        part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, options.scale)
         outs.append(part)
         lses.append(lse)
     joined = torch.cat(outs, 1).to(q.dtype)
@@ -135,16 +139,14 @@ def prefill_attention(
     table: PageTable | None,  # one sequence, KVH lanes
     keys: Tensor,  # [KVH, N, D] lanes may be apart
     values: Tensor,  # [KVH, N, D]
+    options: PrefillOptions,
     *,
-    scale: float,
     distance: int | None = None,
     out: Tensor | None = None,  # [C, H, D]
-    rounds: bool = False,
-    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend a chunk of one sequence to its pages, all of them older, and causally to explicit keys.
 
-    The last C keys are the chunk's own. `out` and `rounds` are as above.
+    The last C keys are the chunk's own. `out` and `options` are as above.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the
@@ -159,7 +161,7 @@ def prefill_attention(
         lane = (keys[head].float(), values[head].float())
         if entry:
             lane = [torch.cat(parts) for parts in zip(_lane(table, *entry), lane, strict=True)]
-        part, lse, weights = _attend_causally(_heads(q, head, num_lanes), *lane, scale)
+        part, lse, weights = _attend_causally(_heads(q, head, num_lanes), *lane, options.scale)
         outs.append(part)
         lses.append(lse)
         if distance is not None:

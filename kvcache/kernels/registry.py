@@ -1,21 +1,21 @@
-"""Which kernels run: the compiled ones where they are, else their torch references."""
+"""Which kernels run: the compiled ones where they are and support the pages, else their torch references."""
 
-from types import ModuleType
+import torch
+
+from kvcache.kernels import reference
+from kvcache.kernels.protocol import AnyPageFormat, PageKernels
 
 
-def compiled_kernels(head_dim: int) -> ModuleType | None:
-    """Return the compiled kernels, `kvcache.kernels.cpu.ops`, or None where there are none for this head size."""
-    from kvcache.kernels.cpu.build import library
+def kernels_for(device: torch.device, *page_formats: AnyPageFormat) -> PageKernels:
+    """Return the fastest kernels on a device that support all of these page formats; `reference` supports any."""
+    return compiled_kernels(device, *page_formats) or reference
 
-    if head_dim % 16 or library() is None:
+
+def compiled_kernels(device: torch.device, *page_formats: AnyPageFormat) -> PageKernels | None:
+    """Return the compiled kernels, or None where there are none for this device and these page formats."""
+    if device.type != "cpu":
         return None
     from kvcache.kernels.cpu import ops
 
-    return ops
-
-
-def cpu_kernels(head_dim: int) -> ModuleType:
-    """Return the compiled kernels where they are, else `reference`, which has the same functions."""
-    from kvcache.kernels import reference
-
-    return compiled_kernels(head_dim) or reference
+    supported = all(map(ops.supports, page_formats))
+    return ops if supported and ops.library() is not None else None

@@ -7,7 +7,7 @@ pages at full precision only (`append_rows`); quantized pages come whole (`appen
 import torch
 from torch import Tensor
 
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.block_pool import PageStore
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
@@ -72,7 +72,8 @@ class PageList:
     def write_rows(self, places: Tensor, rows: Tensor) -> None:
         """Write keys or values `[T, lanes, D]` to the places `[lanes, T]` that `open_slots` named."""
         slab = self._store.pool.slab.view(self._dtype)
-        cpu_kernels(self.format.head_dim).write_rows(slab, places, rows, num_threads=torch.get_num_threads())
+        kernels = kernels_for(slab.device, self.format)
+        kernels.write_rows(slab, places, rows, num_threads=torch.get_num_threads())
 
     def append_pages(self, lanes: Tensor, pages: Tensor) -> None:
         """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""

@@ -6,8 +6,7 @@ Does not know sequences, layers or heads.
 import torch
 from torch import Tensor
 
-from kvcache.kernels import reference
-from kvcache.kernels.registry import cpu_kernels
+from kvcache.kernels.registry import kernels_for
 from kvcache.pages.block_allocator import BlockAllocator
 from kvcache.pages.huge_pages import in_huge_pages
 from kvcache.sizes.full import CacheLayout
@@ -34,7 +33,7 @@ class PagePool(BlockAllocator):
         self.keys, self.values = (  # [P, page_tokens, D]
             in_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for _ in range(2)
         )
-        self._kernels = cpu_kernels(layout.head_dim) if self.keys.device.type == "cpu" else reference
+        self._kernels = kernels_for(self.keys.device, layout)
 
     @property
     def allocated_bytes(self) -> int:

@@ -146,8 +146,8 @@ def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypa
     build.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert registry.cpu_kernels(64) is reference
-            assert registry.cpu_kernels(64) is reference
+            assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
+            assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
     finally:
         build.library.cache_clear()
     assert len(caplog.records) == 1 and "torch takes over" in caplog.text
@@ -157,7 +157,7 @@ def test_kernels_can_be_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("KVBATCH_NATIVE", "0")
     build.library.cache_clear()
     try:
-        assert registry.cpu_kernels(64) is reference
+        assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
     finally:
         build.library.cache_clear()
     assert not caplog.records
