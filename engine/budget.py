@@ -149,7 +149,7 @@ def _cuts_no_chunks(config: EngineConfig) -> bool:
         return False
     from kvcache.scorers.registry import get_scorer
 
-    return get_scorer(config.cache.scorer).distance is None
+    return get_scorer(config.cache.scorer).needs_whole_chunks
 
 
 def _reconstruction_tokens(config: EngineConfig) -> int:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from kvcache.scorers.registry import SCORERS
 
 METHODS = ("none", "sparse", "quant", "sparse+quant")
-BITS = (16, 8, 4, 3, 2)
+# Of a key's or value's elements, 16 for the model's precision; each width has its packing in `kvcache.quantize.codes`.
+BITS: tuple[int, ...] = (16, 8, 4, 3, 2)
 BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
 

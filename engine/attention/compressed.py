@@ -135,12 +135,14 @@ def _attend_scored(
     scorer: Scorer | None,
 ) -> None:
     """Attend causally to explicit keys and to all pages, and let the scorer see it."""
-    if scorer is not None and scorer.distance is None and scorer.needs_weights:
+    if scorer is not None and scorer.needs_weights and not scorer.scored_by_kernels:
         attended, queries, weights = _attend(q, keys, values, pages.lanes())
         out.copy_(attended)
         scorer.update(scores, Observation(layer, queries, keys, values, weights))
         return
-    largest = pages.attend(q, keys, values, out, scorer.distance if scorer else None)
+    largest = pages.attend(
+        q, keys, values, out, scorer.distance if scorer and scorer.scored_by_kernels else None
+    )
     if largest is not None:
         torch.maximum(scores, largest, out=scores)
     elif scorer is not None:

@@ -125,7 +125,7 @@ class CompressedBackend:
             self.prefill_buffers,
             prefix,
             self._background,
-            whole_chunks=self.scorer is not None and self.scorer.distance is None,
+            whole_chunks=self.scorer is not None and self.scorer.needs_whole_chunks,
         )
 
     def probe_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
@@ -197,7 +197,7 @@ class CompressedBackend:
         config = self.layout.config
         is_early = config.streaming and config.delay * config.chunk_size < 2 * LAST_LAYER_EVERY
         # it looks at them together | keys might be judged unseen | layers compete, and fewer queries' maxima are lower
-        return scorer.distance is None or is_early or config.budget == "global"
+        return scorer.needs_whole_chunks or is_early or config.budget == "global"
 
     def attend_aside(self, cache: CompressedCache, scorer: Scorer | None = None) -> Attend:
         """See `CacheBackend.attend_aside`; a scorer sees the tokens."""

@@ -35,12 +35,12 @@ def assign_tiers(
         ValueError: An unknown budget, or weights that do not match the layers.
     """
     layers, heads, tokens = scores.shape
-    shares = torch.ones(layers, dtype=torch.float64)
+    shares = torch.ones(layers, dtype=torch.float64, device=scores.device)
     if budget == "layered":
         if layer_weights is None or len(layer_weights) != layers:
             given = None if layer_weights is None else len(layer_weights)
             raise ValueError(f"budget layered needs one weight per layer: {layers} layers, {given} weights")
-        weights = torch.tensor(layer_weights, dtype=torch.float64)
+        weights = torch.tensor(layer_weights, dtype=torch.float64, device=scores.device)
         shares = weights / weights.mean()
     elif budget not in BUDGETS:
         raise ValueError(f"budget {budget!r} is not known; use one of {', '.join(BUDGETS)}")
@@ -48,13 +48,15 @@ def assign_tiers(
     tiers = torch.full_like(scores, EVICTED, dtype=torch.int64)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order)  # of a token within its lane
-    ranks.scatter_(-1, order, torch.arange(tokens).expand_as(order))
+    ranks.scatter_(-1, order, torch.arange(tokens, device=scores.device).expand_as(order))
     kept_ratio = 0.0
     bounds = []
     for ratio in tier_ratios:
         kept_ratio = min(1.0, kept_ratio + ratio)
         if budget == "calibrated":
-            bounds.append(ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio)[..., None])
+            bounds.append(
+                ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio).to(scores.device)[..., None]
+            )
         else:
             bounds.append(_places(scores, ranks, kept_ratio, budget, floor_ratio, shares))
     # worst tier first: better tiers overwrite
@@ -71,9 +73,11 @@ def _places(
     if budget in ("uniform", "layered"):
         if ratio >= 1:
             return torch.ones_like(scores, dtype=torch.bool)
-        met = torch.full((layers, 1), ratio, dtype=torch.float64)
+        met = torch.full((layers, 1), ratio, dtype=torch.float64, device=scores.device)
         if budget == "layered":
-            met = scaled(shares[None, :, None], torch.tensor([ratio], dtype=torch.float64))[0]
+            met = scaled(
+                shares[None, :, None], torch.tensor([ratio], dtype=torch.float64, device=scores.device)
+            )[0]
         return ranks < (met * tokens).round()[:, :, None]
     floor = int(floor_ratio * ratio * tokens)
     protected = ranks < floor

@@ -114,7 +114,7 @@ class Compressor:
         values: Tensor,  # [lanes, 64, D]
     ) -> TierShare:
         """Give every lane 64 more tokens of a tier. Keys are rounded plainly: the prompt's queries are forgotten."""
-        lanes = torch.arange(self.layout.num_lanes)
+        lanes = torch.arange(self.layout.num_lanes, device="cpu")
         if page_format == self.layout.whole:
             return _whole_share(
                 lanes.repeat_interleave(keys.shape[1]), keys.flatten(0, 1), values.flatten(0, 1)
@@ -139,17 +139,17 @@ class Compressor:
         lengths = num_held + num_new
         starts = lengths.cumsum(0) - lengths  # of the lanes
         # Both are sorted, so each token's place among all follows from how many there are of which lane.
-        order = torch.empty(len(held_lanes) + len(new_lanes), dtype=torch.int64)
+        order = torch.empty(len(held_lanes) + len(new_lanes), dtype=torch.int64, device="cpu")
         first_held = num_held.cumsum(0) - num_held
         first_new = num_new.cumsum(0) - num_new
-        order[(starts - first_held)[held_lanes] + torch.arange(len(held_lanes))] = ~torch.arange(
-            len(held_lanes)
-        )
-        place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes))
+        order[
+            (starts - first_held)[held_lanes] + torch.arange(len(held_lanes), device="cpu")
+        ] = ~torch.arange(len(held_lanes), device="cpu")
+        place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes), device="cpu")
         order[place] = new_lanes * keys.shape[1] + tokens
 
-        lanes, num_pages = torch.arange(num_lanes), lengths // size
-        full = torch.arange(len(order)) < (starts + num_pages * size).repeat_interleave(lengths)
+        lanes, num_pages = torch.arange(num_lanes, device="cpu"), lengths // size
+        full = torch.arange(len(order), device="cpu") < (starts + num_pages * size).repeat_interleave(lengths)
         rows = PageRows(keys, values, held_keys, held_values, order[full].view(-1, size))
         page_lanes = lanes.repeat_interleave(num_pages)
         pages = self._quantize(page_format, page_lanes, rows, key_weights)

@@ -31,8 +31,12 @@ class LaneShares:
     def from_scores(cls, scores: Tensor) -> "LaneShares":
         """Return the shares of the best-scored tokens of all lanes together, sharpened; scores `[L, KVH, N]`."""
         order = scores.flatten().argsort(descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(scores.shape)
-        ratios = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+        rank = (
+            torch.empty_like(order)
+            .scatter_(0, order, torch.arange(len(order), device=scores.device))
+            .view(scores.shape)
+        )
+        ratios = torch.arange(STEPS + 1, dtype=torch.float64, device=scores.device) / STEPS
         shares = torch.stack([(rank < ratio * len(order)).double().mean(-1) for ratio in ratios])
         return cls(scaled(shares**_SHARPENING, ratios).cummax(0).values.float())
 
@@ -63,7 +67,9 @@ def scaled(
     ratios: Tensor,  # [R]
 ) -> Tensor:
     """Scale each row so that its mean is its ratio, no share above 1."""
-    low, high = (torch.full((len(ratios),), bound, dtype=torch.float64) for bound in (1e-6, 1e6))
+    low, high = (
+        torch.full((len(ratios),), bound, dtype=torch.float64, device=shares.device) for bound in (1e-6, 1e6)
+    )
     for _ in range(60):  # halves the interval each time
         middle = ((low.log() + high.log()) / 2).exp()
         too_much = (shares * middle[:, None, None]).clamp(max=1).mean((1, 2)) > ratios

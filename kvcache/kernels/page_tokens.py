@@ -28,7 +28,7 @@ class PageRows:
     @classmethod
     def of_pages(cls, keys: Tensor, values: Tensor) -> "PageRows":
         """Name all tokens `[P, T, D]` of pages that lie there whole."""
-        index = torch.arange(keys.shape[0] * keys.shape[1]).view(keys.shape[:2])
+        index = torch.arange(keys.shape[0] * keys.shape[1], device="cpu").view(keys.shape[:2])
         return cls(keys, values, keys[:0, 0], values[:0, 0], index)
 
     def gather(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ def prefill_attention(
     """
     num_lanes, num_prefill_buffer = keys.shape[:2]
     entries = _entries(table) if table else [None] * num_lanes
-    position = torch.arange(len(q))[:, None] + num_prefill_buffer - len(q)
+    position = torch.arange(len(q), device=q.device)[:, None] + num_prefill_buffer - len(q)
     outs, lses, largest = [], [], []
     for head, entry in enumerate(entries):
         lane = (keys[head].float(), values[head].float())
@@ -165,7 +165,7 @@ def prefill_attention(
         outs.append(part)
         lses.append(lse)
         if distance is not None:
-            near = position - torch.arange(num_prefill_buffer) < distance
+            near = position - torch.arange(num_prefill_buffer, device=q.device) < distance
             largest.append(weights.amax(1)[:, -num_prefill_buffer:].masked_fill(near, 0).amax(0))
     joined = torch.cat(outs, 1).to(q.dtype)
     return (
@@ -187,7 +187,7 @@ def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
         output `[C, G, D]`, log-sum-exp `[C, G]` and weights `[C, G, N]`.
     """
     scores = torch.einsum("cgd,nd->cgn", q, keys) * scale
-    ahead = torch.ones(len(q), len(keys), dtype=torch.bool).triu_(len(keys) - len(q) + 1)
+    ahead = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device).triu_(len(keys) - len(q) + 1)
     scores.masked_fill_(ahead[:, None], -torch.inf)
     weights = scores.softmax(2)
     return torch.einsum("cgn,nd->cgd", weights, values), scores.logsumexp(2), weights
@@ -217,12 +217,14 @@ def _lane(table: PageTable, first: int, num_pages: int) -> tuple[Tensor, Tensor]
     counts, format_ids = table.counts[entries].long(), table.format_ids[entries]
     ends = counts.cumsum(0)
     num_tokens = int(ends[-1]) if num_pages else 0
-    lane = torch.zeros(2, num_tokens, table.formats[0].head_dim)
+    lane = torch.zeros(2, num_tokens, table.formats[0].head_dim, device=table.slab.device)
     for number, page_format in enumerate(table.formats):
         chosen = ((format_ids == number) & (counts > 0)).nonzero().flatten()
-        units = table.addresses[entries][chosen, None] + torch.arange(page_format.page_units)
+        units = table.addresses[entries][chosen, None] + torch.arange(
+            page_format.page_units, device=table.addresses.device
+        )
         parts = dequantize_pages(table.slab.view(-1, UNIT_BYTES)[units].flatten(1), page_format)
-        slots = torch.arange(page_format.page_tokens)
+        slots = torch.arange(page_format.page_tokens, device=counts.device)
         valid = slots < counts[chosen, None]
         rows = ((ends - counts)[chosen, None] + slots)[valid]
         for part, into in zip(parts, lane, strict=True):

@@ -17,7 +17,7 @@ class BlockAllocator:
     """Count the holders of `num_blocks` blocks, all free at first."""
 
     def __init__(self, num_blocks: int):
-        self._holders = torch.zeros(num_blocks, dtype=torch.int32)
+        self._holders = torch.zeros(num_blocks, dtype=torch.int32, device="cpu")
         self.num_free = num_blocks
         self.peak_blocks = 0
 
@@ -79,7 +79,9 @@ class BlockAllocator:
         """
         expected = torch.zeros_like(self._holders)
         for blocks in held:
-            expected.index_add_(0, blocks.flatten(), torch.ones(blocks.numel(), dtype=torch.int32))
+            expected.index_add_(
+                0, blocks.flatten(), torch.ones(blocks.numel(), dtype=torch.int32, device="cpu")
+            )
         wrong = (expected != self._holders).nonzero().flatten()
         assert not len(wrong), f"blocks {wrong[:8].tolist()} have holders that nobody knows, or miss one"
         assert self.num_free == int((self._holders == 0).sum()), "the count of free blocks is off"
@@ -97,12 +99,12 @@ def _prefer_runs(free: Tensor, num_runs: int, run_blocks: int) -> Tensor:
     runs_in = (ends - starts) // run_blocks
     # the offset in `free` of every run, island after island
     first = starts.repeat_interleave(runs_in)
-    rank = torch.arange(len(first)) - (runs_in.cumsum(0) - runs_in).repeat_interleave(runs_in)
+    rank = torch.arange(len(first), device="cpu") - (runs_in.cumsum(0) - runs_in).repeat_interleave(runs_in)
     offsets = (first + rank * run_blocks)[:num_runs]
-    taken = offsets[:, None] + torch.arange(run_blocks)
+    taken = offsets[:, None] + torch.arange(run_blocks, device="cpu")
     missing = num_runs - len(offsets)
     if missing:
-        rest = torch.ones(len(free), dtype=torch.bool)
+        rest = torch.ones(len(free), dtype=torch.bool, device="cpu")
         rest[taken.flatten()] = False
         scattered = rest.nonzero().flatten()[: missing * run_blocks]
         taken = torch.cat([taken, scattered.reshape(missing, run_blocks)])

@@ -47,12 +47,12 @@ class BlockPool(BlockAllocator):
 
     def read(self, addresses: Tensor, num_bytes: int) -> Tensor:
         """Return pages as uint8 `[*addresses.shape, num_bytes]`, copied."""
-        units = addresses[..., None] + torch.arange(num_bytes // UNIT_BYTES)
+        units = addresses[..., None] + torch.arange(num_bytes // UNIT_BYTES, device="cpu")
         return in_words(self.slab.view(-1, UNIT_BYTES))[units].flatten(-2).view(torch.uint8)
 
     def write(self, addresses: Tensor, pages: Tensor) -> None:
         """Write whole pages, uint8 `[P, num_bytes]`, to addresses `[P]`."""
-        units = addresses[:, None] + torch.arange(pages.shape[1] // UNIT_BYTES)
+        units = addresses[:, None] + torch.arange(pages.shape[1] // UNIT_BYTES, device="cpu")
         in_words(self.slab.view(-1, UNIT_BYTES))[units.flatten()] = in_words(pages.reshape(-1, UNIT_BYTES))
 
 
@@ -89,14 +89,14 @@ class PageStore:
         Raises:
             PoolExhausted: The sequence outgrew the pool.
         """
-        free = self._free.get(page_format, torch.empty(0, dtype=torch.int64))
+        free = self._free.get(page_format, torch.empty(0, dtype=torch.int64, device="cpu"))
         if len(free) < count:
             per_block = pages_per_block(self.pool.block_bytes, page_format)
             blocks = self.pool.allocate(-(-(count - len(free)) // per_block)).flatten()
             self._blocks.append(blocks)
             assert self.num_blocks <= self.num_reserved, "a sequence outgrew its reservation"
             starts = blocks[:, None] * (self.pool.block_bytes // UNIT_BYTES)
-            inside = torch.arange(per_block) * (page_format.page_bytes // UNIT_BYTES)
+            inside = torch.arange(per_block, device="cpu") * (page_format.page_bytes // UNIT_BYTES)
             free = torch.cat([free, (starts + inside).flatten()])
         self._free[page_format] = free[count:]
         return free[:count]

@@ -24,8 +24,8 @@ class PageList:
         self._store = store
         self._dtype = whole_dtype
         self.format = page_format
-        self.addresses = torch.full((num_lanes, 0), -1, dtype=torch.int64)
-        self.lengths = torch.zeros(num_lanes, dtype=torch.int64)
+        self.addresses = torch.full((num_lanes, 0), -1, dtype=torch.int64, device="cpu")
+        self.lengths = torch.zeros(num_lanes, dtype=torch.int64, device="cpu")
 
     @property
     def counts(self) -> Tensor:
@@ -35,7 +35,7 @@ class PageList:
     def counts_with(self, num_open: int) -> Tensor:
         """Return the tokens in each page, int64 `[lanes, pages]`, and `num_open` more that are not counted."""
         size = self.format.page_tokens
-        starts = torch.arange(self.addresses.shape[1]) * size
+        starts = torch.arange(self.addresses.shape[1], device="cpu") * size
         return (self.lengths[:, None] + num_open - starts).clamp_(0, size)
 
     @property
@@ -51,7 +51,7 @@ class PageList:
     ) -> None:
         """Write tokens at full precision behind those of their lanes."""
         added = torch.bincount(lanes, minlength=len(self.lengths))
-        rank = torch.arange(len(lanes)) - (added.cumsum(0) - added)[lanes]
+        rank = torch.arange(len(lanes), device="cpu") - (added.cumsum(0) - added)[lanes]
         slots = self.lengths[lanes] + rank
         self._grow(self.lengths + added)
         self.lengths = self.lengths + added
@@ -66,7 +66,7 @@ class PageList:
             Where their keys and their values go, int64 `[lanes, num_tokens]` each, for `write_rows`.
         """
         self._grow(self.lengths + num_tokens)
-        slots = self.lengths[:, None] + torch.arange(num_tokens)
+        slots = self.lengths[:, None] + torch.arange(num_tokens, device="cpu")
         return self._places(self.addresses.gather(1, slots // self.format.page_tokens), slots)
 
     def write_rows(self, places: Tensor, rows: Tensor) -> None:
@@ -79,7 +79,7 @@ class PageList:
         """Write full pages, uint8 `[P, page_bytes]`, behind those of their lanes `[P]`, ascending."""
         size = self.format.page_tokens
         added = torch.bincount(lanes, minlength=len(self.lengths))
-        rank = torch.arange(len(lanes)) - (added.cumsum(0) - added)[lanes]
+        rank = torch.arange(len(lanes), device="cpu") - (added.cumsum(0) - added)[lanes]
         places = self.lengths[lanes] // size + rank
         self.lengths = self.lengths + added * size
         self._grow(self.lengths)
@@ -94,11 +94,11 @@ class PageList:
         size = self.format.page_tokens
         num_pages = num_tokens // size
         assert bool((num_pages * size == num_tokens).all()), "only whole pages leave a list"
-        lanes = torch.arange(len(num_pages)).repeat_interleave(num_pages)
-        places = torch.arange(len(lanes)) - (num_pages.cumsum(0) - num_pages)[lanes]
+        lanes = torch.arange(len(num_pages), device="cpu").repeat_interleave(num_pages)
+        places = torch.arange(len(lanes), device="cpu") - (num_pages.cumsum(0) - num_pages)[lanes]
         taken = self.addresses[lanes, places]
         keys, values = self.read_whole(taken)
-        shift = torch.arange(self.addresses.shape[1]) + num_pages[:, None]
+        shift = torch.arange(self.addresses.shape[1], device="cpu") + num_pages[:, None]
         padded = torch.cat([self.addresses, torch.full_like(self.addresses, -1)], 1)
         self.addresses = (
             padded.gather(1, shift.clamp_(max=padded.shape[1] - 1)) if len(lanes) else self.addresses
@@ -111,7 +111,7 @@ class PageList:
         """Return every token of a list kept whole: lanes `[N]` ascending, keys and values `[N, D]`."""
         lanes, places = (self.addresses >= 0).nonzero(as_tuple=True)
         keys, values = self.read_whole(self.addresses[lanes, places])
-        valid = torch.arange(self.format.page_tokens) < self.counts[lanes, places][:, None]
+        valid = torch.arange(self.format.page_tokens, device="cpu") < self.counts[lanes, places][:, None]
         return lanes.repeat_interleave(valid.sum(1)), keys[valid], values[valid]
 
     def clear(self) -> None:
@@ -156,9 +156,11 @@ class PageList:
         needed = -(-lengths // self.format.page_tokens)
         width = int(needed.max())
         if width > self.addresses.shape[1]:
-            pad = torch.full((len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64)
+            pad = torch.full(
+                (len(lengths), width - self.addresses.shape[1]), -1, dtype=torch.int64, device="cpu"
+            )
             self.addresses = torch.cat([self.addresses, pad], 1)
-        places = torch.arange(self.addresses.shape[1])
+        places = torch.arange(self.addresses.shape[1], device="cpu")
         missing = (places >= held[:, None]) & (places < needed[:, None])
         count = int(missing.sum())
         if count:

@@ -32,7 +32,7 @@ class TierList(PageList):
         """
         size = self.format.page_tokens
         needed = -(-(self.lengths + num_tokens) // size) - (self.addresses >= 0).sum(1)
-        places = torch.arange(self.addresses.shape[1])
+        places = torch.arange(self.addresses.shape[1], device="cpu")
         may_leave = (places >= self._num_shared[:, None]) & (places < self.lengths[:, None] // size)
         order = self.idle.masked_fill(~may_leave, -1).argsort(dim=1, descending=True, stable=True)
         leaves = torch.zeros_like(may_leave).scatter_(1, order, places < needed[:, None]) & may_leave

@@ -1,26 +1,20 @@
-"""Expected attention: what queries like those seen will give a key (Devoto et al. 2025, kvpress).
+"""Expected attention: what queries distributed like those seen give a key (Devoto et al. 2025, in kvpress).
 
 Queries of a head are taken as Gaussian: the expectation of exp(q·k/√d) is exp(μ·k/√d + kᵀΣk/2d). It is weighted by
 the value's norm, and summed over the query heads. The original averages the rotation over future positions; here the
-statistics are of rotated queries, those of the newest chunk, which are the nearest to what comes.
+statistics are of the newest chunk's rotated queries, the nearest to those that follow.
 """
 
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class ExpectedAttention:
+class ExpectedAttention(Scorer):
     """Score by the attention that future queries are expected to give."""
 
-    needs_question = False
-    needs_weights = False
-    reconstructs = False
-    distance = None
-
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
         queries, keys = seen.queries.float(), seen.keys.float()
         dim = keys.shape[-1]
         mean = queries.mean(2)  # [KVH, G, D]

@@ -1,18 +1,14 @@
-"""H2O: the attention a key received, summed over all queries (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle")."""
+"""H2O: the attention that a key receives, summed over all queries (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle")."""
 
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class H2O:
+class H2O(Scorer):
     """Score by accumulated attention."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
-        scores += seen.weights.sum((1, 2))
+        scores += seen.attention.sum((1, 2))

@@ -1,20 +1,14 @@
-"""Chance: the control that every scorer must beat. Seeded, so that a row alone and in a batch keeps the same."""
+"""Random scores: the control that every scorer must beat. Seeded, so that a sequence keeps the same tokens in any batch."""
 
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class Random:
-    """Score by chance."""
-
-    needs_question = False
-    needs_weights = False
-    reconstructs = False
-    distance = None
+class Random(Scorer):
+    """Score at random."""
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
-        generator = torch.Generator().manual_seed(seen.layer)
-        scores.copy_(torch.rand(scores.shape, generator=generator))
+        generator = torch.Generator(device="cpu").manual_seed(seen.layer)
+        scores.copy_(torch.rand(scores.shape, generator=generator, device="cpu"))

@@ -1,26 +1,22 @@
 """SnapKV: the mean attention of a window of newest queries, pooled over neighbours (Li et al. 2024).
 
-Here the window ends with each chunk, since a chunk is judged when the next one has been read.
+Here the window ends with each chunk, since a chunk is scored when the next one has been read.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 WINDOW = 64
 POOL = 5
 
 
-class SnapKV:
+class SnapKV(Scorer):
     """Score by what the last queries attend to."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
-        recent = seen.weights[:, :, -WINDOW:].mean((1, 2))  # [KVH, N]
+        recent = seen.attention[:, :, -WINDOW:].mean((1, 2))  # [KVH, N]
         scores.copy_(F.avg_pool1d(recent[:, None], POOL, stride=1, padding=POOL // 2)[:, 0])

@@ -6,17 +6,13 @@ Within a chunk the later tokens win; sinks are kept by the cache itself (`warmup
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class Streaming:
+class Streaming(Scorer):
     """Score by position."""
 
-    needs_question = False
-    needs_weights = False
-    reconstructs = False
-    distance = None
-
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
-        scores.copy_(torch.arange(scores.shape[1], dtype=scores.dtype).expand_as(scores))
+        scores.copy_(
+            torch.arange(scores.shape[1], dtype=scores.dtype, device=scores.device).expand_as(scores)
+        )

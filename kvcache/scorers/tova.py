@@ -2,17 +2,13 @@
 
 from torch import Tensor
 
-from kvcache.scorers.base import Observation
+from kvcache.scorers.base import Observation, Scorer
 
 
-class TOVA:
+class TOVA(Scorer):
     """Score by the last query's attention, averaged over the query heads."""
 
-    needs_question = False
     needs_weights = True
-    reconstructs = False
-    distance = None
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        """See `Scorer.update`."""
-        scores.copy_(seen.weights[:, :, -1].mean(1))
+        scores.copy_(seen.attention[:, :, -1].mean(1))

@@ -346,6 +346,6 @@ class CompressedCache:
 
     def _append_all(self, part: PageList, keys: Tensor, values: Tensor) -> None:
         """Append the same number of tokens `[lanes, n, D]` to every lane."""
-        lanes = torch.arange(keys.shape[0]).repeat_interleave(keys.shape[1])
+        lanes = torch.arange(keys.shape[0], device="cpu").repeat_interleave(keys.shape[1])
         if len(lanes):
             part.append_rows(lanes, keys.flatten(0, 1), values.flatten(0, 1))

@@ -31,7 +31,7 @@ class SequenceCache:
     def __init__(self, pool: PagePool, num_tokens: int, prefix: "SequenceCache | None" = None):
         layout = pool.layout
         self.pool = pool
-        self.lengths = torch.zeros(layout.num_layers, layout.num_kv_heads, dtype=torch.int64)
+        self.lengths = torch.zeros(layout.num_layers, layout.num_kv_heads, dtype=torch.int64, device="cpu")
         prefix_tokens = prefix.num_tokens if prefix else 0
         self.num_shared_pages = prefix_tokens // layout.page_tokens
         own = pool.allocate(
@@ -168,6 +168,6 @@ def slot_mapping(caches: Sequence[SequenceCache], counts: Sequence[int]) -> Tens
     parts = []
     for cache, count in zip(caches, counts, strict=True):
         size = cache.pool.layout.page_tokens
-        slots = cache.lengths[:, :, None] + torch.arange(count)
+        slots = cache.lengths[:, :, None] + torch.arange(count, device="cpu")
         parts.append(cache.pages.gather(2, slots // size).mul_(size).add_(slots % size))
     return torch.cat(parts, dim=2).to(caches[0].pool.keys.device)

@@ -24,10 +24,10 @@ A whole page holds keys, then values, [T, D] each, in the dtype they were comput
 
 from dataclasses import dataclass
 
+from kvcache import config
+
 UNIT_BYTES = 512  # pages are addressed in units of this size
 WHOLE_BITS = 16  # stands for "as computed", whether the dtype has 2 or 4 bytes
-KEY_BITS = (16, 8, 4, 3)
-VALUE_BITS = (16, 8, 4, 3, 2)
 _SCALE_BYTES = 2
 
 
@@ -55,10 +55,10 @@ class PageFormat:
     def __post_init__(self) -> None:
         if self.key_bits == 2:
             raise ValueError("2-bit keys cost too much of the output; use 3 bits or more")
-        if self.key_bits not in KEY_BITS:
-            raise ValueError(f"key_bits must be one of {KEY_BITS}, not {self.key_bits}")
-        if self.value_bits not in VALUE_BITS:
-            raise ValueError(f"value_bits must be one of {VALUE_BITS}, not {self.value_bits}")
+        for name in ("key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if bits not in config.BITS:
+                raise ValueError(f"{name} must be one of {config.BITS}, not {bits}")
         if self.key_bits < self.value_bits:
             raise ValueError(
                 f"keys at {self.key_bits} bits below values at {self.value_bits}: "
