@@ -145,7 +145,7 @@ def divide_budget(
 
 def _cuts_no_chunks(config: EngineConfig) -> bool:
     """Whether the scorer looks at a chunk's queries together, so that it must be computed in one step."""
-    if not config.cache.judges:
+    if not config.cache.needs_scores:
         return False
     from kvcache.scorers.registry import get_scorer
 
@@ -154,7 +154,7 @@ def _cuts_no_chunks(config: EngineConfig) -> bool:
 
 def _reconstruction_tokens(config: EngineConfig) -> int:
     """Return the tokens of a pass in which a chunk is repeated for its scores; it cannot be made shorter."""
-    if not config.cache.judges:
+    if not config.cache.needs_scores:
         return 0
     from kvcache.scorers.registry import get_scorer
 

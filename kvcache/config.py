@@ -102,12 +102,12 @@ class KVCacheConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether it must be known what each lane of the model needs."""
-        return self.judges and self.budget == "calibrated"
+        return self.needs_scores and self.budget == "calibrated"
 
     @property
     def can_stream(self) -> bool:
         """Whether a prompt of any length can be read in the memory of a short one."""
-        return self.compresses and self.judges and self.streaming
+        return self.compresses and self.needs_scores and self.streaming
 
     @property
     def quantizes(self) -> bool:
@@ -120,7 +120,7 @@ class KVCacheConfig:
         return self.compensate and self.quantizes
 
     @property
-    def judges(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether some tokens fare better than others, so that they need scores."""
         return len(self.resolved_tiers) > 1 or self.resolved_tiers[0].ratio < 1
 

@@ -79,7 +79,7 @@ class CompressedBackend:
         self._background = BackgroundCompressor(device) if overlaps_compression else None
         self._kernels = kernels_for(device, layout.whole, *layout.tiers)
         self._room: Tensor | None = None
-        self.scorer = get_scorer(config.scorer) if config.judges else None
+        self.scorer = get_scorer(config.scorer) if config.needs_scores else None
         value_weights = self._weigh(output_weights) if config.compensates else None
         self._compressor = Compressor(layout, lane_shares, value_weights)
 

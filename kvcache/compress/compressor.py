@@ -80,7 +80,7 @@ class Compressor:
             scores.unflatten(0, (layout.num_layers, layout.num_kv_heads)),
             tuple(ratios),
             config.budget
-            if config.judges
+            if config.needs_scores
             else "uniform",  # who keeps everything equally has nothing to judge
             config.floor_ratio,
             config.layer_budget,

@@ -91,7 +91,7 @@ def _spread_fours(packed: Tensor, bits: int, mask: int) -> Tensor:
     return ((fours | fours << apart | fours << 2 * apart | fours << 3 * apart) & mask).view(torch.uint8)
 
 
-PACKINGS = {
+PACKINGS: dict[int, Packing] = {
     8: Packing(_as_they_are, _as_they_are),
     4: Packing(_pack_4, _unpack_4),
     3: Packing(_pack_3, _unpack_3),
