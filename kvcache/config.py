@@ -1,5 +1,6 @@
 """The cache policy of a run: one object, checked when it is made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -164,7 +165,8 @@ class KVCacheConfig:
                 values[name] = tuple(values[name])
         return replace(base, **values)
 
-    def _checks(self):
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """Yield for each rule whether it holds and what to say if it does not."""
         method, ratio = self.compress_method, self.keep_ratio
         yield method in METHODS, f"compress_method {method!r} is not known; use one of {', '.join(METHODS)}"
         yield 0 < ratio <= 1, f"keep_ratio must be in (0, 1], not {ratio}"

@@ -44,7 +44,6 @@ def assign_tiers(
         shares = weights / weights.mean()
     elif budget not in BUDGETS:
         raise ValueError(f"budget {budget!r} is not known; use one of {', '.join(BUDGETS)}")
-    assert budget != "calibrated" or lane_shares is not None, "the model was not calibrated"
     tiers = torch.full_like(scores, EVICTED, dtype=torch.int64)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order)  # of a token within its lane
@@ -54,6 +53,7 @@ def assign_tiers(
     for ratio in tier_ratios:
         kept_ratio = min(1.0, kept_ratio + ratio)
         if budget == "calibrated":
+            assert lane_shares is not None, "the model was not calibrated"
             bounds.append(
                 ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio).to(scores.device)[..., None]
             )

@@ -97,11 +97,6 @@ class PageTable:
             torch.stack([pages.tokens for pages in sequences]),
         )
 
-    def lanes(self, start: int, end: int) -> "PageTable":
-        """Return the table of lanes `[start, end)` of every sequence."""
-        per_lane = {name: getattr(self, name)[:, start:end].contiguous() for name in _PER_LANE}
-        return replace(self, **per_lane)
-
     def by_layer(self, num_layers: int) -> list["PageTable"]:
         """Return a table for each layer, whose lanes are behind each other."""
         parts = (
@@ -147,6 +142,8 @@ class BlockTables:
         places = starts[:, None] + lanes * (widths * pages[0].itemsize)[:, None]  # [L, B, KVH]
         per_layer = zip(*(table.unbind() for table in pages), strict=True)
         return [
-            cls(tables, *each, page_tokens)
-            for tables, *each in zip(per_layer, lengths.transpose(0, 1).contiguous(), places, strict=True)
+            cls(tables, layer_lengths, layer_places, page_tokens)
+            for tables, layer_lengths, layer_places in zip(
+                per_layer, lengths.transpose(0, 1).contiguous(), places, strict=True
+            )
         ]

@@ -1,4 +1,4 @@
-"""Which tokens fill pages, told by where they lie: kernels read each of them once, there."""
+"""The tokens that fill pages, named by where they lie, so that kernels read each of them once, in place."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvcache.kernels.wide_copy import in_words
 
 @dataclass(frozen=True)
 class PageRows:
-    """Name the tokens of pages: some of a chunk, and some held back in their lanes before.
+    """Name the tokens of pages: tokens of a chunk, and tokens of earlier chunks that were held back in their lanes.
 
     Attributes:
         keys, values: the chunk's, `[lanes, C, D]`; lanes may be apart.
@@ -43,4 +43,4 @@ class PageRows:
         for chunk, held in ((self.keys, self.held_keys), (self.values, self.held_values)):
             rows = torch.cat([in_words(chunk)[lanes, tokens].view(chunk.dtype), held.to(chunk.dtype)])
             out.append(rows.index_select(0, place).view(*index.shape, chunk.shape[2]))
-        return tuple(out)
+        return out[0], out[1]

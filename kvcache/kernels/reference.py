@@ -4,6 +4,7 @@ One lane at a time, softmax in float32.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def decode_attention_pool(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend as `decode_attention` does, over full-precision pages, keys and values in slabs of their own."""
     lanes = (
-        tuple(slab[lane].flatten(0, 1)[:length].float() for slab in (keys, values))
+        (keys[lane].flatten(0, 1)[:length].float(), values[lane].flatten(0, 1)[:length].float())
         for pages, lengths in zip(tables.pages, tables.lengths.tolist(), strict=True)
         for lane, length in zip(pages, lengths, strict=True)
     )
@@ -154,14 +155,19 @@ def prefill_attention(
         of its lane's heads, float32 `[KVH, N]`.
     """
     num_lanes, num_prefill_buffer = keys.shape[:2]
-    entries = _entries(table) if table else [None] * num_lanes
+    entries = _entries(table) if table else []
     position = torch.arange(len(q), device=q.device)[:, None] + num_prefill_buffer - len(q)
     outs, lses, largest = [], [], []
-    for head, entry in enumerate(entries):
-        lane = (keys[head].float(), values[head].float())
-        if entry:
-            lane = [torch.cat(parts) for parts in zip(_lane(table, *entry), lane, strict=True)]
-        part, lse, weights = _attend_causally(_heads(q, head, num_lanes), *lane, options.scale)
+    for head in range(num_lanes):
+        lane_keys, lane_values = keys[head].float(), values[head].float()
+        if table:
+            older_keys, older_values = _lane(table, *entries[head])
+            lane_keys, lane_values = (
+                torch.cat([older_keys, lane_keys]),
+                torch.cat([older_values, lane_values]),
+            )
+        heads = _heads(q, head, num_lanes)
+        part, lse, weights = _attend_causally(heads, lane_keys, lane_values, options.scale)
         outs.append(part)
         lses.append(lse)
         if distance is not None:
@@ -193,7 +199,10 @@ def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
     return torch.einsum("cgn,nd->cgd", weights, values), scores.logsumexp(2), weights
 
 
-def _attend(q: Tensor, lanes, num_items: int, scale: float, want_largest: bool):
+def _attend(
+    q: Tensor, lanes: Iterable[tuple[Tensor, Tensor]], num_items: int, scale: float, want_largest: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend the query heads of each item to its lane; `lanes` are keys and values `[n, D]` of each."""
     rows = q.float().reshape(num_items, -1, q.shape[2])  # [B × KVH, G, D]
     out, lse, largest = torch.zeros_like(rows), rows.new_empty(rows.shape[:2]), []
     for item, (keys, values) in enumerate(lanes):
@@ -229,4 +238,4 @@ def _lane(table: PageTable, first: int, num_pages: int) -> tuple[Tensor, Tensor]
         rows = ((ends - counts)[chosen, None] + slots)[valid]
         for part, into in zip(parts, lane, strict=True):
             into[rows] = part[valid]
-    return lane.unbind()
+    return lane[0], lane[1]

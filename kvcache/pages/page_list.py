@@ -1,8 +1,10 @@
 """A list of pages for every lane of a sequence, all of one format.
 
-A lane's tokens lie in its pages in the order they came; lanes have lengths of their own. Rows are written to
-pages at full precision only (`append_rows`); quantized pages come whole (`append_pages`) and never change.
+A lane's tokens lie in its pages in the order of appending; lanes have lengths of their own. Single tokens are appended
+to pages at full precision only (`append_rows`); quantized pages are appended full (`append_pages`) and never change.
 """
+
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class PageList:
         return self.counts_with(0)
 
     def counts_with(self, num_open: int) -> Tensor:
-        """Return the tokens in each page, int64 `[lanes, pages]`, and `num_open` more that are not counted."""
+        """Return the tokens in each page as if each lane had `num_open` more, int64 `[lanes, pages]`."""
         size = self.format.page_tokens
         starts = torch.arange(self.addresses.shape[1], device="cpu") * size
         return (self.lengths[:, None] + num_open - starts).clamp_(0, size)
@@ -60,10 +62,10 @@ class PageList:
             self.write_rows(places[None], rows[:, None])
 
     def open_slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Make room for more tokens in every lane; they count when `lengths` says so.
+        """Make room for more tokens in every lane, without counting them in `lengths`.
 
         Returns:
-            Where their keys and their values go, int64 `[lanes, num_tokens]` each, for `write_rows`.
+            The places of their keys and of their values, int64 `[lanes, num_tokens]` each, for `write_rows`.
         """
         self._grow(self.lengths + num_tokens)
         slots = self.lengths[:, None] + torch.arange(num_tokens, device="cpu")
@@ -128,7 +130,7 @@ class PageList:
         pages = pages[..., : 2 * size * self.format.head_dim].unflatten(-1, (2, size, self.format.head_dim))
         return pages.select(-3, 0), pages.select(-3, 1)
 
-    def clone_into(self, store: PageStore, *, share: bool) -> "PageList":
+    def clone_into(self, store: PageStore, *, share: bool) -> Self:
         """Return the same list for another sequence: the same pages if `share`, else copies of them."""
         other = type(self)(store, self.format, len(self.lengths), self._dtype)
         if share:
@@ -143,7 +145,7 @@ class PageList:
         return other
 
     def _places(self, addresses: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the key and the value of a slot begin, in numbers from the slab's first."""
+        """Return where the key and the value of a slot begin, in elements from the slab's first."""
         size, dim = self.format.page_tokens, self.format.head_dim
         keys = addresses * (UNIT_BYTES // self._dtype.itemsize) + slots % size * dim
         return keys, keys + size * dim

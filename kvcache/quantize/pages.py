@@ -183,8 +183,8 @@ def _page_weights(compensation: Compensation | None) -> tuple[Tensor | None, Ten
     """Return each page's weights `[P, D, D]` for keys and values."""
     if compensation is None:
         return None, None
-    tables = (compensation.key_weights, compensation.value_weights)
-    return tuple(None if table is None else table[compensation.lanes] for table in tables)
+    keys, values = compensation.key_weights, compensation.value_weights
+    return None if keys is None else keys[compensation.lanes], values[compensation.lanes]
 
 
 def _whole_dtype(page_format: PageFormat) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Random scores: the control that every scorer must beat. Seeded, so that a sequence keeps the same tokens in any batch."""
+"""Random scores: the control that every scorer must beat. Seeded, so that a sequence keeps the same in any batch."""
 
 import torch
 from torch import Tensor

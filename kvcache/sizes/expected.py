@@ -36,13 +36,13 @@ def expected_pages(
     else:
         read_tokens, scale = max(prompt_tokens, streamed_tokens), layout.chunk_scale(prompt_tokens)
     judged = _judged_in_prefill(layout, min(computed_tokens, read_tokens))
-    if streamed_tokens:
+    if streamed_tokens and prompt_tokens is not None:
         judged *= layout.thinning(streamed_tokens, prompt_tokens)
     in_prefill = [tier.ratio * scale * judged for tier in config.resolved_tiers]
     sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
     full, rest = _pages(layout, in_prefill, [_REST_TOKENS] * len(in_prefill))
     whole = sinks + rest if judged else 0.0
-    if computed_tokens >= read_tokens:
+    if prompt_tokens is not None and computed_tokens >= read_tokens:
         full, rest = _at_the_end(layout, prompt_tokens, scale, shared_tokens)
         answered = computed_tokens - read_tokens
         if not config.drops:
