@@ -29,7 +29,7 @@ from kvbatch.model.handle import resolve_dtype
 from kvcache.kernels import reference
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.kernels.protocol import PrefillOptions
 from kvcache.quantize.pages import quantize_pages
 from kvcache.sizes.page_format import PageFormat
@@ -199,7 +199,7 @@ class Bench:
     def quantize(self, name: str) -> Row:
         kind = self.formats[name]
         numbers = torch.randn(2, self.lanes * self.tokens // PAGE_TOKENS, PAGE_TOKENS, self.dim)
-        rows = PageRows.of_pages(*numbers)
+        rows = PageTokens.of_pages(*numbers)
         return self._traffic(
             f"quantize, {name}",
             numbers.nbytes,

@@ -1,6 +1,6 @@
-"""From scores to what each token gets: a tier of bits, or eviction.
+"""From scores to tiers: which tokens of a chunk are kept at which bits, and which are evicted.
 
-A budget shares out the places of a chunk among its lanes; within a lane the highest scores win.
+A budget divides the number of kept tokens among the chunk's lanes; within a lane the highest scores are kept.
 """
 
 import torch
@@ -24,10 +24,10 @@ def assign_tiers(
 
     Args:
         tier_ratios: share of all tokens that each tier takes, best scores first; their sum is the keep ratio.
-        budget: `calibrated` gives every lane what the model's heads were found to need, `global` shares places over
-            all layers and heads by score, `per_head` within a layer over its heads, `uniform` gives every lane the
-            same number, `layered` gives every layer its weight's share and every head of it the same.
-        floor_ratio: part of the uniform share that no lane falls below (not `uniform` and `layered`).
+        budget: `calibrated` gives every lane the share measured for the model's heads, `global` keeps the best scores
+            of all layers and heads, `per_head` the best of all heads of a layer, `uniform` gives every lane the same
+            number, `layered` divides by layer weights and equally among the heads of a layer.
+        floor_ratio: fraction of the uniform share that every lane keeps at least (not `uniform` and `layered`).
         layer_weights: for `layered`, one relative weight per layer.
         lane_shares: for `calibrated`.
 

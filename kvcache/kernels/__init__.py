@@ -1,4 +1,1 @@
-"""Kernels over pages and their torch references, which say what a kernel must compute.
-
-`cpu` holds the C++ ones, `reference` runs everywhere; `registry` chooses.
-"""
+"""Kernels over pages: a protocol, the torch reference, the C++ kernels in `cpu`. Imports `quantize` and below."""

@@ -9,14 +9,14 @@ from kvcache.kernels.wide_copy import in_words
 
 
 @dataclass(frozen=True)
-class PageRows:
+class PageTokens:
     """Name the tokens of pages: tokens of a chunk, and tokens of earlier chunks that were held back in their lanes.
 
     Attributes:
         keys, values: the chunk's, `[lanes, C, D]`; lanes may be apart.
         held_keys, held_values: `[H, D]`.
         index: int64 `[P, T]`, the tokens of each page. Number n is token n % C of the chunk's lane n // C, and ~n,
-            which is below zero, row n of those held.
+            which is below zero, token n of those held.
     """
 
     keys: Tensor
@@ -26,7 +26,7 @@ class PageRows:
     index: Tensor
 
     @classmethod
-    def of_pages(cls, keys: Tensor, values: Tensor) -> "PageRows":
+    def of_pages(cls, keys: Tensor, values: Tensor) -> "PageTokens":
         """Name all tokens `[P, T, D]` of pages that lie there whole."""
         index = torch.arange(keys.shape[0] * keys.shape[1], device="cpu").view(keys.shape[:2])
         return cls(keys, values, keys[:0, 0], values[:0, 0], index)

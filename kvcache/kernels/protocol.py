@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.full import CacheLayout
 from kvcache.sizes.page_format import PageFormat
@@ -42,7 +42,7 @@ class PageKernels(Protocol):
 
     def quantize(
         self,
-        rows: PageRows,
+        rows: PageTokens,
         page_format: PageFormat,
         compensation: Compensation | None = None,
         *,

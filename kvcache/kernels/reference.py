@@ -1,6 +1,6 @@
-"""The kernels over pages in plain torch: their specification, and what runs where they cannot be compiled.
+"""The kernels over pages in plain torch: their specification, used where nothing can be compiled.
 
-One lane at a time, softmax in float32.
+One lane at a time, softmax in float32. Any page format is supported.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.kernels.protocol import AnyPageFormat, PrefillOptions
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.quantize.pages import dequantize_pages, quantize_pages
@@ -23,7 +23,7 @@ def supports(page_format: AnyPageFormat) -> bool:
 
 
 def quantize(
-    rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
+    rows: PageTokens,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,
@@ -43,7 +43,7 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values of all lanes, dense: `[sum of table.tokens, D]`, lane behind lane.
 
-    `out` is room for them, to be used again: fresh memory costs many times the arithmetic. Its dtype counts.
+    `out` is room for them, with its dtype, to be used again: fresh memory costs many times the arithmetic.
     """
     lanes = [_lane(table, first, count) for first, count in _entries(table)]
     keys, values = (torch.cat(parts) for parts in zip(*lanes, strict=True))
@@ -98,10 +98,10 @@ def write_rows(
 ) -> None:
     """Write keys or values to a slab, in its type.
 
-    `places[h, t]` is the slab's number at which row t of lane h begins, a multiple of the head's size or of 16.
+    `places[h, t]` is the slab's element at which token t of lane h begins, a multiple of the head's size or of 16.
     """
     dim = rows.shape[2]
-    piece = math.gcd(dim, 16)  # of rows that begin anywhere, larger ones are faster
+    piece = math.gcd(dim, 16)  # the largest piece that all places are multiples of is the fastest
     index = places[:, :, None] // piece + torch.arange(dim // piece, device=places.device)
     pieces = rows.transpose(0, 1).to(slab.dtype).reshape(-1, piece)
     slab.view(-1, piece)[index.flatten().to(slab.device)] = pieces

@@ -1,0 +1,1 @@
+"""Where pages lie: blocks, pools, lists of pages, prefill buffers. Imports `kernels` and below."""

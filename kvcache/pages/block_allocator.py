@@ -1,6 +1,6 @@
-"""Which block of a preallocated slab is free, and how many holders each has.
+"""Which blocks of a preallocated slab are free, and how many holders each has.
 
-Knows blocks by number alone: not what lies in them, nor whose they are.
+Blocks are plain numbers here, whatever lies in them.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class PoolExhausted(RuntimeError):
-    """More blocks were asked for than are free; admission should have prevented it."""
+    """An allocation needs more blocks than are free; admission should have prevented it."""
 
 
 class BlockAllocator:
@@ -30,7 +30,7 @@ class BlockAllocator:
         return self.num_blocks - self.num_free
 
     def allocate(self, num_runs: int, run_blocks: int = 1) -> Tensor:
-        """Take `num_runs` × `run_blocks` blocks, each run of consecutive blocks where the free list allows it.
+        """Allocate `num_runs` × `run_blocks` blocks, each run of consecutive blocks where the free list allows it.
 
         A kernel reads a run as one strided tensor; scattered blocks are as correct, only slower.
 
@@ -38,7 +38,7 @@ class BlockAllocator:
             int64 `[num_runs, run_blocks]` block numbers.
 
         Raises:
-            PoolExhausted: Fewer blocks are free. Nothing is taken.
+            PoolExhausted: Fewer blocks are free. Nothing is allocated.
         """
         wanted = num_runs * run_blocks
         if wanted > self.num_free:
@@ -57,19 +57,14 @@ class BlockAllocator:
         self._holders[blocks] += 1
 
     def release(self, blocks: Tensor) -> None:
-        """Take one holder off each block; a block without holders is free."""
+        """Remove one holder of each block; a block without holders is free."""
         blocks = blocks.flatten()
         assert bool((self._holders[blocks] > 0).all()), "a block was released twice"
         self._holders[blocks] -= 1
         self.num_free += int((self._holders[blocks] == 0).sum())
 
-    def clear(self) -> None:
-        """Free every block, whoever holds it."""
-        self._holders.zero_()
-        self.num_free = self.num_blocks
-
     def check(self, held: Iterable[Tensor] = ()) -> None:
-        """Prove the books: every block has exactly the holders that `held` names.
+        """Assert that every block has exactly the holders that `held` names.
 
         Args:
             held: one tensor of block numbers per holder.
@@ -83,7 +78,7 @@ class BlockAllocator:
                 0, blocks.flatten(), torch.ones(blocks.numel(), dtype=torch.int32, device="cpu")
             )
         wrong = (expected != self._holders).nonzero().flatten()
-        assert not len(wrong), f"blocks {wrong[:8].tolist()} have holders that nobody knows, or miss one"
+        assert not len(wrong), f"blocks {wrong[:8].tolist()} have more or fewer holders than were named"
         assert self.num_free == int((self._holders == 0).sum()), "the count of free blocks is off"
 
 

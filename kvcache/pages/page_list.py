@@ -1,7 +1,7 @@
 """A list of pages for every lane of a sequence, all of one format.
 
 A lane's tokens lie in its pages in the order of appending; lanes have lengths of their own. Single tokens are appended
-to pages at full precision only (`append_rows`); quantized pages are appended full (`append_pages`) and never change.
+to pages at full precision only (`append_tokens`); quantized pages are appended full (`append_pages`) and never change.
 """
 
 from typing import Self
@@ -45,7 +45,7 @@ class PageList:
         """Pages of each lane, int64 `[lanes]`."""
         return (self.addresses >= 0).sum(1)
 
-    def append_rows(
+    def append_tokens(
         self,
         lanes: Tensor,  # [N] ascending
         keys: Tensor,  # [N, D]
@@ -109,7 +109,7 @@ class PageList:
         self._store.release(self.format, taken)
         return lanes.repeat_interleave(size), keys.flatten(0, 1), values.flatten(0, 1)
 
-    def read_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def read_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return every token of a list kept whole: lanes `[N]` ascending, keys and values `[N, D]`."""
         lanes, places = (self.addresses >= 0).nonzero(as_tuple=True)
         keys, values = self.read_whole(self.addresses[lanes, places])

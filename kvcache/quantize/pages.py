@@ -1,6 +1,6 @@
 """Packing keys and values into quantized pages and back: the specification of every kernel.
 
-Owns the arithmetic and the rotations; `page_format` says where each byte lies. All pages of a call at once.
+Holds the arithmetic and the rotations; `page_format` says where each byte lies. All pages of a call at once.
 """
 
 import math
@@ -167,7 +167,7 @@ def _encode(x: Tensor, minimum: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _encode_compensated(x: Tensor, minimum: Tensor, scale: Tensor, bits: int, weights: Tensor) -> Tensor:
-    """Return codes as `_encode` does, each column aimed so that it makes up for the errors of those before it."""
+    """Return codes as `_encode` does, each column's target shifted to compensate the errors of those before it."""
     x = x.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)  # an error is finite
     columns, minimum, scale = (part.expand_as(x).mT.contiguous() for part in (x, minimum, scale))  # [P, D, T]
     codes, errors = torch.empty_like(columns), torch.empty_like(columns)

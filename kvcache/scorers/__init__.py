@@ -1,1 +1,1 @@
-"""Which tokens are kept, and at how many bits: scorer → budget → tiers, each on its own."""
+"""Which tokens are kept: one scorer a file, and their registry. Imports torch alone."""

@@ -1,0 +1,1 @@
+"""One sequence's cache, full or compressed. Imports `compress` and below."""

@@ -325,7 +325,7 @@ class CompressedCache:
             self._append(tier, share)
             if tier.format != self.layout.whole:
                 pending.clear()
-                pending.append_rows(share.lanes, share.keys, share.values)
+                pending.append_tokens(share.lanes, share.keys, share.values)
 
     def _append(self, tier: TierList, share: TierShare) -> None:
         """Append tokens to a tier's pages; in decode, a tier that may not grow evicts pages first."""
@@ -334,7 +334,7 @@ class CompressedCache:
             lanes = share.lanes if whole else share.page_lanes.repeat_interleave(TIER_PAGE_TOKENS)
             tier.make_room(torch.bincount(lanes, minlength=self.layout.num_lanes))
         if whole:
-            tier.append_rows(share.lanes, share.keys, share.values)
+            tier.append_tokens(share.lanes, share.keys, share.values)
         else:
             tier.append_pages(share.page_lanes, share.pages)
 
@@ -342,4 +342,4 @@ class CompressedCache:
         """Append the same number of tokens `[lanes, n, D]` to every lane."""
         lanes = torch.arange(keys.shape[0], device="cpu").repeat_interleave(keys.shape[1])
         if len(lanes):
-            part.append_rows(lanes, keys.flatten(0, 1), values.flatten(0, 1))
+            part.append_tokens(lanes, keys.flatten(0, 1), values.flatten(0, 1))

@@ -1,6 +1,6 @@
 """The byte layout of one page: what lies where, and what it costs.
 
-The one description that packing, kernels, pool and planner share. Pure integers, no torch.
+Packing, kernels, pool and planner share this description. Pure integers, no torch.
 
 A quantized page, all little endian, one section after the other:
 
@@ -12,7 +12,7 @@ A quantized page, all little endian, one section after the other:
     value minima   T float16
     zeros          up to a multiple of `UNIT_BYTES`
 
-A row of codes, by its bits:
+The codes of one token's key or value, by their bits:
 
     8              a byte each
     4              byte i holds code 2i in its low half and code 2i+1 in its high half
@@ -33,7 +33,7 @@ _SCALE_BYTES = 2
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Say how the keys and values of one page are stored.
+    """How the keys and values of one page are stored.
 
     Args:
         key_bits: 8, 4 or 3 bits a key element, or 16 for whole pages.
@@ -113,7 +113,7 @@ class PageFormat:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that carry something; the rest of the page is zeros."""
+        """Bytes that hold data; the rest of the page is zeros."""
         return self.value_min_offset + self._scale_bytes(self.page_tokens)
 
     @property

@@ -1,8 +1,8 @@
 """Compiles C++ kernels once per machine into the user's cache and loads them.
 
 The library's name is a hash of all that shapes it (sources, flags, compiler, CPU), so a cache shared by
-several machines holds one library for each kind of them and a stale one is never loaded. A hash of the library itself
-follows, by which a damaged one is known before it is loaded: the loader dies of one that ends too early.
+several machines holds one library for each kind of machine, and a stale one is never loaded. A hash of the library
+itself follows, so that a damaged file is detected before it is loaded: the loader crashes on a truncated file.
 """
 
 import contextlib

@@ -34,7 +34,7 @@ class CInterface:
 
     @functools.cache  # noqa: B019 an interface lives as long as its module
     def declared(self, found: ctypes.CDLL) -> ctypes.CDLL:
-        """Tell a library what its functions take. Converting each number at every call would cost more than a step."""
+        """Set the parameters of a library's functions."""
         for name, parameters in self.functions.items():
             signature = ctypes.CFUNCTYPE(None, *parameters.values())
             names = tuple((1, parameter) for parameter in parameters)  # 1: an argument that is given

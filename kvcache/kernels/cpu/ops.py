@@ -22,7 +22,7 @@ from kvcache.kernels.cpu.arguments import (
 )
 from kvcache.kernels.cpu.page_functions import PAGE_KERNELS
 from kvcache.kernels.page_table import BlockTables, PageTable
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.kernels.protocol import AnyPageFormat, PrefillOptions
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.full import CacheLayout
@@ -51,7 +51,7 @@ def supports(page_format: AnyPageFormat) -> bool:
 
 
 def quantize(
-    rows: PageRows,  # of P pages, T tokens each; float32 or bfloat16
+    rows: PageTokens,  # of P pages, T tokens each; float32 or bfloat16
     page_format: PageFormat,
     compensation: Compensation | None = None,
     *,

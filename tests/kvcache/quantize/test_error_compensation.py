@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache.kernels import reference
 from kvcache.kernels.cpu import build, ops
-from kvcache.kernels.page_tokens import PageRows
+from kvcache.kernels.page_tokens import PageTokens
 from kvcache.quantize.error_compensation import Compensation, compensation_weights, output_second_moments
 from kvcache.quantize.pages import dequantize_pages, quantize_pages
 from kvcache.sizes.page_format import PageFormat
@@ -101,14 +101,14 @@ def test_output_second_moments_weigh_a_values_error_as_the_output_shows_it():
         torch.testing.assert_close(error[head] @ second_moments[head] @ error[head], shown)
 
 
-def scatter(keys: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> PageRows:
+def scatter(keys: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> PageTokens:
     """Return the same pages' tokens in any order: half of them held, half in a chunk of two lanes that lie apart."""
     shape = keys.shape[:2]
     order = torch.randperm(shape.numel(), generator=generator)
     keys, values = (x.flatten(0, 1)[order].unflatten(0, (2, 2, -1)) for x in (keys, values))
     chunk = [F.pad(x[1], (0, 0, 0, 3))[:, : x.shape[2]] for x in (keys, values)]
     index = torch.cat([~torch.arange(len(order) // 2), torch.arange(len(order) // 2)])[order.argsort()]
-    return PageRows(*chunk, *(x[0].flatten(0, 1).bfloat16() for x in (keys, values)), index.view(shape))
+    return PageTokens(*chunk, *(x[0].flatten(0, 1).bfloat16() for x in (keys, values)), index.view(shape))
 
 
 @needs_compiler
@@ -135,7 +135,7 @@ def test_the_kernel_packs_what_the_reference_packs(data):
         weights[0] = None
     lanes = torch.randint(0, num_lanes, (num_pages,), generator=generator)
     compensation = Compensation(*weights, lanes) if data.draw(st.booleans(), "compensated") else None
-    rows = PageRows.of_pages(keys, values)
+    rows = PageTokens.of_pages(keys, values)
     if data.draw(st.booleans(), "scattered"):
         rows = scatter(keys, values, generator)
     expected = reference.quantize(rows, page_format, compensation)
