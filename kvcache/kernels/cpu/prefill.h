@@ -3,8 +3,8 @@
 // Everything is transposed: scores are [slot][row], so that softmax runs down the columns, eight or sixteen rows at
 // once, and keys and values are the broadcast side of both products. The query heads of one KV head are rows like its
 // tokens. A row's result depends on nothing but the row and its panel's slots, in order: however panels are shared out
-// to threads, the result is the same. Both products are of floats, of pairs of bfloat16, or of pairs of 16-bit integers
-// (integers.h); all else is floats.
+// to threads, the result is the same. Both products multiply floats, pairs of bfloat16, or pairs of 16-bit integers
+// (integers.h); everything else is computed in floats.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@
 #include "slots.h"
 
 constexpr float HIDDEN = -1e30f;
-constexpr float LAG = 8;  // weights are 2^LAG at most: a smaller new maximum is not worth bringing all sums to it
+constexpr float LAG = 8;  // weights are 2^LAG at most: rescaling all sums for a smaller rise of the maximum does not pay
 
 struct Queries {
   const void* q;  // [C, H, D] with strides in numbers; floats or bfloat16, as is the output
@@ -37,7 +37,7 @@ struct Queries {
 struct Lane {
   std::vector<Page> pages;  // none empty
   int64_t slots = 0;
-  int64_t num_scored = 0;  // of the last so many slots the largest weight is wanted
+  int64_t num_scored = 0;  // the last slots, whose largest weights are computed
 
   void add(const Page& page) {
     if (!page.count) return;
@@ -166,7 +166,7 @@ class Prefill {
       }
   }
 
-  // Not inlined, as `attend_rounded`: what one of them needs would push the other's numbers out of registers.
+  // Not inlined, nor is `attend_rounded`: each needs all registers.
   [[gnu::noinline]] void attend(int panel, int64_t slot, int size) {
     size = num_seen(panel, slot, size);
     if (size <= 0) return;
@@ -208,8 +208,8 @@ class Prefill {
     return hidden_ + token((first_ + panel) * PANEL) + 1 - slot >= size;
   }
 
-  // Takes back what some of a panel's rows must not see: it would also push what they see below what an exponential can
-  // tell. `before` are the largest scores of earlier slots.
+  // Hides slots that some of a panel's rows must not see. Their scores in the maximum would make the weights of visible
+  // slots underflow. `before` are the largest scores of earlier slots.
   void hide(int panel, int64_t slot, int size, const float* before, float* scores, float* best) {
     if (all_seen(panel, slot, size)) return;
     for (int j = 0; j < PANEL; j += WIDE) {
