@@ -4,7 +4,6 @@ Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be ca
 """
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
@@ -12,31 +11,112 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
-from kvcache.kernels.cpu import build
+from kvcache.kernels.cpu.c_interface import FLOAT, INT, LONG, POINTER, CInterface
 
-_HERE = Path(__file__).parent
 _DTYPES = (torch.float32, torch.bfloat16)
-_SIGNATURES = {
-    "kvb_rms_norm": "ipplifpppi",
-    "kvb_silu_mul": "iplipppi",
-    "kvb_quantize_rows": "iplippi",
-    "kvb_rotate": "iplliiippppfii",
-    "kvb_int8_product": "ippppppliipii",
-    "kvb_float_product": "ipppliipii",
-    "kvb_before_attention": "ppplpppi",
-    "kvb_after_attention": "ppplppi",
-}
+LAYER_KERNELS = CInterface(
+    {
+        "kvb_rms_norm": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "weight": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "eps": FLOAT,
+            "out": POINTER,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_silu_mul": {
+            "is_bf16": INT,
+            "gate_up": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "out": POINTER,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_quantize_rows": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_rotate": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "stride": LONG,
+            "num_rows": LONG,
+            "num_q": INT,
+            "num_k": INT,
+            "dim": INT,
+            "cos": POINTER,
+            "sin": POINTER,
+            "q_norm": POINTER,
+            "k_norm": POINTER,
+            "eps": FLOAT,
+            "spread": INT,
+            "threads": INT,
+        },
+        "kvb_int8_product": {
+            "is_bf16": INT,
+            "codes": POINTER,
+            "scales": POINTER,
+            "panels": POINTER,
+            "weight_scales": POINTER,
+            "starts": POINTER,
+            "bias": POINTER,
+            "num_rows": LONG,
+            "depth": INT,
+            "width": INT,
+            "out": POINTER,
+            "adds": INT,
+            "threads": INT,
+        },
+        "kvb_float_product": {
+            "types": INT,
+            "x": POINTER,
+            "panels": POINTER,
+            "bias": POINTER,
+            "num_rows": LONG,
+            "depth": INT,
+            "width": INT,
+            "out": POINTER,
+            "adds": INT,
+            "threads": INT,
+        },
+        "kvb_before_attention": {
+            "model": POINTER,
+            "layer": POINTER,
+            "room": POINTER,
+            "num_rows": LONG,
+            "hidden": POINTER,
+            "cos": POINTER,
+            "sin": POINTER,
+            "threads": INT,
+        },
+        "kvb_after_attention": {
+            "model": POINTER,
+            "layer": POINTER,
+            "room": POINTER,
+            "num_rows": LONG,
+            "hidden": POINTER,
+            "attended": POINTER,
+            "threads": INT,
+        },
+    },
+    Path(__file__).parent,
+)
 
 
 def library() -> ctypes.CDLL | None:
     """Return the kernels, or None where they cannot be compiled."""
-    found = build.library(_HERE)
-    return found and _declared(found)
-
-
-@functools.cache
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    return build.declare(found, _SIGNATURES)
+    return LAYER_KERNELS.library()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> None:

@@ -78,7 +78,7 @@ def test_every_key_lies_where_its_position_says(model):
         assert sequence.position == expected[-1] + 1 <= CONTEXT
         keys = layer_0_keys(model, prompt, expected)
         for part in cache.lists:
-            lanes, found, _ = part.read_rows()
+            lanes, found, _ = part.read_tokens()
             for head in range(len(keys)):
                 mine = found[lanes == head]
                 if len(mine):
