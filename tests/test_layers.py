@@ -35,10 +35,10 @@ HOUSE: dict[str, dict[str, str]] = {
     "engine": {
         "errors": BELOW,
         "config": BELOW,
+        "constraint": BELOW,
         "request": BELOW,
         "sampling": BELOW,
         "stopping": BELOW,
-        "constraint": BELOW,
         "detokenizer": BELOW,
         "sequence": BELOW,
         "scheduler": BELOW,
