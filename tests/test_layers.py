@@ -95,7 +95,6 @@ KNOWN_LONG_FILES = {
     "kvcache/kernels/cpu/ops.py",
 }
 KNOWN_WIDE_FUNCTIONS = {
-    "engine/kernels/reference.py: rotate",
     "kvbatch/prompts/split.py: _part_end",
     "kvbatch/run/entry.py: run_job",
     "kvcache/kernels/protocol.py: prefill_attention",

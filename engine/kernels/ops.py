@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
+from engine.kernels.reference import HeadNorms
 from kvcache.kernels.cpu import build
 
 _HERE = Path(__file__).parent
@@ -78,9 +79,7 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms | None = None,
     turn: Tensor | None = None,
 ) -> None:
     """See `reference.rotate`."""
@@ -90,6 +89,7 @@ def rotate(
     for table in (cos, sin):
         _check(table, (torch.float32,))
         assert table.shape == (num_tokens, dim // 2)
+    q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
     for weight in (q_norm, k_norm):
         if weight is not None:
             _check(weight, (qkv.dtype,))

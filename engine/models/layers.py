@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
+from engine.kernels.reference import HeadNorms
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 
@@ -66,9 +67,7 @@ class Passes:
             *heads[:2],
             cos,
             sin,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            eps=config.norm_eps,
+            norms=HeadNorms(weights.q_norm, weights.k_norm, config.norm_eps),
             turn=self._turn,
         )
         return qkv.split(heads, dim=1)
