@@ -44,6 +44,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     from engine.memory import resolve_budget
     from engine.models import load_model
     from engine.models.basis import basis_for
+    from engine.request_pages import request_pages
     from kvbatch.model.handle import resolve_device, resolve_dtype
     from kvcache.config import KVCacheConfig
 
@@ -71,9 +72,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
     # As in a job, the pool is as large as the work needs, and never larger than the budget.
     layout = cache_layout(model.config, config, dtype.itemsize)
-    needed = sum(
-        layout.sequence_pages(len(prompt) + args.max_new, new_tokens=args.max_new) for prompt in prompts
-    )
+    needed = sum(request_pages(layout, len(prompt), args.max_new) for prompt in prompts)
     config = replace(config, pool_pages=needed)
     llm = EngineCore(
         model, config, Detokenizer(AutoTokenizer.from_pretrained(args.model, local_files_only=True))

@@ -90,13 +90,11 @@ PACKAGES = tuple(HOUSE)  # from bottom to top
 # What is still wrong, to the letter: an entry goes with what it excuses, and none is added.
 KNOWN_LONG_FILES = {
     "kvbatch/job_file/sections.py",
-    "kvbatch/plan/planner.py",
     "kvbatch/prompts/builder.py",
     "kvcache/kernels/cpu/ops.py",
 }
 KNOWN_WIDE_FUNCTIONS = {
     "kvbatch/prompts/split.py: _part_end",
-    "kvbatch/run/entry.py: run_job",
     "kvcache/kernels/protocol.py: prefill_attention",
     "kvcache/kernels/protocol.py: prefill_attention_pool",
     "kvcache/kernels/reference.py: prefill_attention",

@@ -3,7 +3,7 @@
 import importlib
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from kvbatch.text import escaped
 if TYPE_CHECKING:
     from kvbatch.job_file.sections import Job
     from kvbatch.run_dir.directory import RunDirectory
+    from kvbatch.run_dir.lock import IfLocked
 
 
 class _Parsed(click.ParamType):
@@ -66,8 +67,11 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 def _run(
     load: "Callable[[], Job]",
     nothing: str,
-    deadline: float | None = None,
-    max_runtime: float | None = None,
+    *,
+    if_locked: "IfLocked",
+    deadline: float | None,
+    max_runtime: float | None,
+    origin: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> int:
     """Run a job; tell on stdout what came of it, for people and, in the last line, for machines.
@@ -76,7 +80,7 @@ def _run(
         nothing: what to say of a run that leaves nothing to do.
     """
     from kvbatch.report.exit_line import told
-    from kvbatch.run.entry import run_job
+    from kvbatch.run.entry import Caller, run_job
     from kvbatch.signals import stop_on_signals
 
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
@@ -84,7 +88,8 @@ def _run(
     with told(sys.stdout) as ending:
         ending.job = load()  # before a signal is obeyed: the job says where its metrics go
         with stop_on_signals(stop_at=stop_at) as stopper:
-            outcome = run_job(ending.job, stopper=stopper, on_run=ending.begin, **how)
+            caller = Caller(if_locked, stopper, ending.begin, origin or {})
+            outcome = run_job(ending.job, caller=caller, **how)
         if not outcome.is_new:
             ending.run = outcome.run
             shards = f"{outcome.run.shards}/part-*.parquet"

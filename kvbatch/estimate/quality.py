@@ -155,6 +155,7 @@ class QualitySample:
         from engine import EngineCore
         from engine.budget import cache_layout
         from engine.detokenizer import Detokenizer
+        from engine.request_pages import prefix_pages, request_pages
 
         # Guesses would come and go with the machine's load, and with them the last digits.
         config: EngineConfig = replace(
@@ -163,8 +164,10 @@ class QualitySample:
         try:
             layout = cache_layout(self._decoder.config, config, self._decoder.dtype.itemsize)
             pages = max(
-                layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens)
-                + (layout.sequence_pages(r.prefix_tokens) if r.prefix_tokens else 0)
+                request_pages(
+                    layout, len(r.prompt_token_ids), r.sampling.max_new_tokens, prefix_tokens=r.prefix_tokens
+                )
+                + prefix_pages(layout, r.prefix_tokens)
                 for r in requests
             )
             return EngineCore(

@@ -55,6 +55,7 @@ def calibrate(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> 
     """Run a few of the job's own rows, together, and keep how fast they ran and how long their answers were."""
     from engine import EngineCore
     from engine.detokenizer import Detokenizer
+    from engine.request_pages import prefix_pages, request_pages
 
     progress.start("calibrating")
     found = sorted(
@@ -72,9 +73,12 @@ def calibrate(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> 
     )
     requests = [replace(request, request_id=i) for i, request in enumerate([*whole, beginning])]
     layout = memory.budget.layout
-    pages = sum(
-        layout.sequence_pages(r.max_tokens, r.prefix_tokens, r.sampling.max_new_tokens) for r in requests
-    ) + layout.sequence_pages(max(r.prefix_tokens for r in requests) or 1)
+    pages = prefix_pages(layout, max(r.prefix_tokens for r in requests) or 1) + sum(
+        request_pages(
+            layout, len(r.prompt_token_ids), r.sampling.max_new_tokens, prefix_tokens=r.prefix_tokens
+        )
+        for r in requests
+    )
     llm = EngineCore(opened.model.decoder, memory.with_pool(pages), Detokenizer(opened.model.tokenizer))
     started_s = time.perf_counter()
     results = {result.request_id: result for result in llm.generate(requests)}

@@ -10,7 +10,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 
 from engine.forecast import NUM_PARTS, Forecast, PlannedRow, forecast
 from engine.packing import PackItem, pack
+from engine.request_pages import held_pages, prefix_pages
 from kvbatch.atomic_file import described_file, write_table
 from kvbatch.job_file.sections import Job
 from kvbatch.plan.row_memory import RowNeed, row_need
@@ -35,8 +35,6 @@ from kvbatch.run_dir.plan_file import (
     plan_table,
 )
 from kvbatch.run_dir.row_hash import prompt_content, row_line
-from kvcache.sizes.compressed import CompressedLayout
-from kvcache.sizes.expected import expected_pages
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -207,10 +205,7 @@ class Planner:
             for row in rows
         ]
         if shared := max((shape.prefix_tokens for shape in shapes), default=0):
-            pages_after = (
-                partial(expected_pages, layout, None) if isinstance(layout, CompressedLayout) else None
-            )
-            prefix = PlannedRow(shared, 0, layout.sequence_pages(shared), 0, pages_after)
+            prefix = PlannedRow(shared, 0, prefix_pages(layout, shared), 0, held_pages(layout, None))
         most_tokens = sys.maxsize if answer_tokens is None else answer_tokens
         requests = (
             request

@@ -1,12 +1,11 @@
 """How long a row's requests are: prompt, shared prefix and answer of each, in tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.forecast import PlannedRow
-from kvcache.sizes.expected import expected_pages
+from engine.request_pages import held_pages, prefix_pages, request_pages
 
 if TYPE_CHECKING:
     from kvcache.sizes.compressed import CompressedLayout
@@ -42,7 +41,7 @@ class RowShape:
         found = []
         for part in self.part_tokens:
             shared = part if self.tail_tokens else self.prefix_tokens
-            shared_pages = layout.sequence_pages(shared) if shared else 0
+            shared_pages = prefix_pages(layout, shared)
             for tail in self.tail_tokens or (0,):
                 found.append((part + tail, self._pages(layout, part + tail, shared), shared_pages))
         return found
@@ -59,31 +58,23 @@ class RowShape:
             shared = part if num_tails else self.prefix_tokens
             if num_tails and number % num_tails == 0:
                 own, shared = own + shared_pages, 0
-            yield PlannedRow(tokens, answer_tokens, own, shared, self._pages_after(layout, tokens, shared))
+            held = held_pages(layout, tokens, prefix_tokens=shared, longest_prompt=self._longest_prompt)
+            yield PlannedRow(tokens, answer_tokens, own, shared, held)
         if self.reduce_tokens:  # one level; how many more there will be is not known
             tokens = max(1, self.reduce_tokens - len(self.part_tokens) * (self.new_tokens - answer_tokens))
             for _ in self.tail_tokens or (0,):
-                yield PlannedRow(
-                    tokens, answer_tokens, self.reduce_pages(layout), 0, self._pages_after(layout, tokens, 0)
-                )
-
-    def _pages_after(
-        self, layout: "CacheLayout | CompressedLayout", tokens: int, shared: int
-    ) -> Callable[[int], int] | None:
-        """Return what `PlannedRow` takes: pages of a compressed cache come as they are needed."""
-        if layout is layout.uncompressed:
-            return None
-        if self.streams:
-            return partial(expected_pages, layout, self.longest_tokens, streamed_tokens=tokens)
-        return partial(expected_pages, layout, tokens, shared_tokens=shared)
+                held = held_pages(layout, tokens)
+                yield PlannedRow(tokens, answer_tokens, self.reduce_pages(layout), 0, held)
 
     def reduce_pages(self, layout: "CacheLayout | CompressedLayout") -> int:
         """Return the most pages of a request over partial answers."""
         return self._pages(layout, self.reduce_tokens, 0) if self.reduce_tokens else 0
 
+    @property
+    def _longest_prompt(self) -> int | None:
+        return self.longest_tokens if self.streams else None
+
     def _pages(self, layout: "CacheLayout | CompressedLayout", tokens: int, shared: int) -> int:
-        new = self.new_tokens
-        if self.streams:
-            longest = self.longest_tokens + new
-            return layout.sequence_pages(longest, new_tokens=new, streamed_tokens=tokens)
-        return layout.sequence_pages(tokens + new, shared, new)
+        return request_pages(
+            layout, tokens, self.new_tokens, prefix_tokens=shared, longest_prompt=self._longest_prompt
+        )

@@ -12,7 +12,7 @@ from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import Job
 from kvbatch.report.summary import load_summary
-from kvbatch.run.entry import run_job
+from kvbatch.run.entry import Caller, run_job
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import iter_tables
 from kvbatch.signals import stop_on_signals
@@ -65,7 +65,7 @@ def run(
     """
     loaded = _loaded(job, overrides)
     with stop_on_signals() as stopper:
-        outcome = run_job(loaded, new_run=new_run, stopper=stopper)
+        outcome = run_job(loaded, new_run=new_run, caller=Caller(stopper=stopper))
     return FinishedRun(outcome.run.path, outcome.is_new)
 
 

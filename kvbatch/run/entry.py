@@ -8,7 +8,7 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -50,17 +50,31 @@ class RunOutcome:
     is_new: bool
 
 
+@dataclass(frozen=True)
+class Caller:
+    """How a job was started.
+
+    Args:
+        if_locked: what to do while another process runs the job; fail by default.
+        stopper: holds signals back while a shard is written.
+        on_run: called with the run directory once there is one.
+        origin: what a new run's manifest says of the command that began it.
+    """
+
+    if_locked: IfLocked = field(default_factory=IfLocked)
+    stopper: Stopper | None = None
+    on_run: Callable[[RunDirectory], None] = lambda run: None
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+
 def run_job(
     job: Job,
     *,
     new_run: bool = False,
     resume: RunDirectory | None = None,
     reuse: Reuse | None = None,
-    if_locked: IfLocked | None = None,
+    caller: Caller | None = None,
     stream: TextIO | None = None,
-    stopper: Stopper | None = None,
-    on_run: Callable[[RunDirectory], None] = lambda run: None,
-    origin: Mapping[str, Any] | None = None,
     make_llm: "Callable[[ModelHandle, EngineConfig], EngineCore] | None" = None,
 ) -> RunOutcome:
     """Run a job: go on with its latest run if that did not come to its end, do nothing if it did the same already.
@@ -69,23 +83,22 @@ def run_job(
         new_run: begin anew in any case.
         resume: go on with this run and no other.
         reuse: begin anew with these rows of earlier runs; as `input.incremental` says by default.
-        if_locked: what to do while another process runs the job; fail by default.
+        caller: how the job was started, and who is told of it.
         stream: where progress is shown, stderr by default.
-        stopper: holds signals back while a shard is written.
-        on_run: told the run directory once there is one.
-        origin: what a new run's manifest says of the command that began it.
         make_llm: makes the engine of a model; by default its weights are loaded.
 
     Raises:
         KvbatchError: With the exit code of what went wrong.
     """
     started_s = time.monotonic()
+    caller = caller or Caller()
+    stopper = caller.stopper or Stopper()
     with hiding(job):
         corpus = Corpus(input_spec(job))
     home = resume.path.parent if resume else Path(job.output_dir)
     with (
         hiding(job),
-        job_lock(home, if_locked or IfLocked()) as lock,
+        job_lock(home, caller.if_locked) as lock,
         make_progress(job, stream) as progress,
     ):
         clear_drafts(home)
@@ -96,7 +109,6 @@ def run_job(
         for problem in damage:
             progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
-        stopper = stopper or Stopper()
         earlier = resume or done or (None if new_run or reuse else find_unfinished_run(job))
         kept = precision_to_keep(job, earlier, reuse, new_run=new_run)
         opened = open_job(job, corpus, progress, stopper, earlier=earlier, kept=kept)
@@ -113,7 +125,7 @@ def run_job(
             running = session(_with_plan_of(run, opened), kept_budget_bytes(run, job))
             if not resume:
                 point_latest(home, run.run_id)
-            on_run(run)
+            caller.on_run(run)
             with _recorded(run, job, progress, lock) as log:
                 prepared = running.prepare(run, log)
         else:
@@ -126,7 +138,7 @@ def run_job(
                 running = session(opened, None)
             manifest = running.opened.manifest(running.memory, reuse) | {"number": next_number(home)}
             with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
-                describe_directory(draft, running.opened.job, manifest | dict(origin or {}))
+                describe_directory(draft, running.opened.job, manifest | dict(caller.origin))
                 if planned:
                     adopt_plan(planned, draft)
                 with _recorded(draft, job, progress, lock, is_kept=False) as log:
@@ -134,7 +146,7 @@ def run_job(
                 with stopper.shield():
                     run = publish(draft)
                     point_latest(home, run.run_id)
-            on_run(run)
+            caller.on_run(run)
         with _recorded(run, job, progress, lock) as log:
             running.run(run, log, prepared, started_s)
     return RunOutcome(run, is_new=True)

@@ -15,8 +15,8 @@ from engine.models import load_model
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache, slot_mapping
 from kvcache.sizes.full import CacheLayout
-from tests.engine.models.tiny_models import save_tiny_model
 from tests.engine.helpers import GREEDY, as_text, prompts, run
+from tests.engine.models.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
 

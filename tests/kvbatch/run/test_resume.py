@@ -24,7 +24,7 @@ from engine.runner import Runner
 from kvbatch.cli import cli
 from kvbatch.errors import Interrupted, JobChanged, OutputError, Skipped
 from kvbatch.job_file.load import load_job
-from kvbatch.run.entry import run_job
+from kvbatch.run.entry import Caller, run_job
 from kvbatch.run_dir.commit import committed_files, finished_rows
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import open_run
@@ -259,9 +259,9 @@ def test_one_process_a_job(job_file):
     result = CliRunner().invoke(cli, ["run", str(path), "--if-locked", "skip"])
     assert result.exit_code == 0 and "nothing was done" in result.stderr
     with pytest.raises(Skipped):
-        run(path, if_locked=IfLocked.parse("skip"))
+        run(path, caller=Caller(IfLocked.parse("skip")))
     threading.Timer(0.5, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
-    assert run(path, if_locked=IfLocked.parse("wait:60"), make_llm=lambda *_: Backwards()).is_success
+    assert run(path, caller=Caller(IfLocked.parse("wait:60")), make_llm=lambda *_: Backwards()).is_success
     assert lock_holder(Path("runs/test")) is None
     for wrong in ("never", "wait:", "wait:-1"):
         assert CliRunner().invoke(cli, ["run", str(path), "--if-locked", wrong]).exit_code == 2
