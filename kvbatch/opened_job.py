@@ -69,7 +69,7 @@ class OpenedJob:
 
         found = {
             "kvbatch": self.described.kvbatch,
-            "model content": self.model.revision,
+            "model content": self.model.files.revision,
             "model dtype": self.model.precision.dtype,
             "tokenizer": self.model.tokenizer_hash,
         }
@@ -131,13 +131,13 @@ class OpenedJob:
             prompt_time=self.time.isoformat(),
             model=ModelFacts(
                 path=without_credentials(self.job.model.name),
-                revision=model.revision,
-                directory=str(model.path),
+                revision=model.files.revision,
+                directory=str(model.files.directory),
                 architecture=model.config.architecture,
                 dtype=model.precision.dtype,
                 weight_quant=self.job.model.weight_quant,
                 max_context=model.config.max_context,
-                notes=model.notes,
+                notes=model.files.notes,
             ),
             device=model.device,
             precision=asdict(model.precision),
@@ -185,7 +185,7 @@ def open_job(
 
     corpus.check()
     model = open_model(job.model, job.engine, job.cache.policy, kept=kept)
-    for note in model.notes:
+    for note in model.files.notes:
         progress.note(f"warning: model {job.model.name}: {note}")
     time = (earlier and earlier.read_manifest().time) or now()
     sampling = RowSampling(job.generation, model.tokenizer)

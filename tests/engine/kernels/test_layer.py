@@ -79,7 +79,7 @@ def test_heads_are_rotated_as_the_reference_rotates_them(dtype, head_dim, turned
     angles = make((21, head_dim // 2), torch.float32, 2)
     kwargs = {"turn": rotation(head_dim)} if turned else {}
     if normed:
-        kwargs |= {"q_norm": make((head_dim,), dtype, 3), "k_norm": make((head_dim,), dtype, 4), "eps": 1e-5}
+        kwargs["norms"] = reference.HeadNorms(make((head_dim,), dtype, 3), make((head_dim,), dtype, 4), 1e-5)
     actual, expected = qkv.clone(), qkv.clone()
     for module, x in ((ops, actual), (reference, expected)):
         module.rotate(x, 4, 2, angles.cos(), angles.sin(), **kwargs)
