@@ -515,22 +515,7 @@ def make_progress(job: Job, stream: TextIO | None) -> Progress:
 
 def input_spec(job: Job) -> "InputSpec":
     """Return the job's input section as the corpus takes it."""
-    from kvbatch.corpus import InputSpec
-
-    section = job.input
-    return InputSpec(
-        paths=section.paths,
-        format=section.format,
-        id_column=section.id_column,
-        text_column=section.text_column,
-        passthrough=section.passthrough,
-        where=section.where,
-        limit=section.limit,
-        max_row_bytes=section.max_row_bytes,
-        errors=section.errors,
-        on_bad_row=section.on_bad_row,
-        on_bad_file=section.on_bad_file,
-    )
+    return job.input.spec()
 
 
 def load_llm(model: "ModelHandle", config: "EngineConfig") -> "LLM":

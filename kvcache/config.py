@@ -42,7 +42,7 @@ class KVCacheConfig:
         floor_ratio: part of the uniform share below which no lane falls.
         layer_budget: for budget `layered`, one weight per layer.
         streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
-        whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
+        dtype: of tokens kept whole, in a full cache all of them: `auto`, which is the model's, or `bfloat16`.
         compensate: choose a quantized page's codes so that their errors make up for each other in what queries and the
             output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
         two_axis: quantized keys also carry one factor per token, which evens out tokens as scales even out channels.
@@ -70,7 +70,7 @@ class KVCacheConfig:
     floor_ratio: float = 0.1
     layer_budget: tuple[float, ...] | None = None
     streaming: bool = True
-    whole_dtype: Literal["model", "bfloat16"] = "model"
+    dtype: Literal["auto", "bfloat16"] = "auto"
     compensate: bool = True
     two_axis: bool = False
     overlap: bool | None = None
@@ -225,7 +225,7 @@ class KVCacheConfig:
 
 
 def _preset(**values: Any) -> KVCacheConfig:
-    return KVCacheConfig(compress_method="sparse+quant", whole_dtype="bfloat16", **values)
+    return KVCacheConfig(compress_method="sparse+quant", dtype="bfloat16", **values)
 
 
 PRESETS = {

@@ -10,7 +10,7 @@ from engine.models.decoder import Decoder
 
 def make_cache(budget: Budget, config: EngineConfig, model: Decoder) -> CacheBackend:
     """Return the cache for the engine's policy, its memory taken."""
-    whole_dtype = torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype
+    whole_dtype = torch.bfloat16 if config.cache.dtype == "bfloat16" else model.dtype
     if not config.cache.compresses:
         from engine.cache.full import FullCache
 

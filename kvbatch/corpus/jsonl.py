@@ -124,9 +124,9 @@ class JsonlReader:
         row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
         try:
-            text = line.data.decode("utf-8", "strict" if self.spec.errors == "reject" else "replace")
+            text = line.data.decode("utf-8", "strict" if self.spec.encoding_errors == "reject" else "replace")
             del line
-            if row.may_hold_surrogates and self.spec.errors == "replace":
+            if row.may_hold_surrogates and self.spec.encoding_errors == "replace":
                 text, row.may_hold_surrogates = replace_lone_surrogates(text), False
             row.record = parse_record(text, repeated := [])
             for key in dict.fromkeys(repeated):

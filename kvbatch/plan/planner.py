@@ -24,8 +24,9 @@ from kvbatch.atomic_file import described_file, write_table
 from kvbatch.job_file.sections import Job
 from kvbatch.plan.row_memory import RowNeed, row_need
 from kvbatch.plan.unique_ids import UniqueIds
-from kvbatch.prompts.builder import Prompt, PromptBuilder
+from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments
+from kvbatch.prompts.prompt import Prompt
 from kvbatch.run_dir.plan_file import BIN_SCHEMA, PLAN_SCHEMA, PlanSummary, bounded_windows
 from kvbatch.run_dir.row_hash import prompt_content, row_line
 from kvcache.sizes.expected import expected_pages

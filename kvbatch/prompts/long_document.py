@@ -9,7 +9,8 @@ from typing import Any
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import Job, LongDocumentSection
-from kvbatch.prompts.builder import MAX_PROBE_TOKENS, Prompt, PromptBuilder, PromptDocument
+from kvbatch.prompts.builder import MAX_PROBE_TOKENS, PromptBuilder
+from kvbatch.prompts.prompt import Prompt, PromptDocument
 from kvbatch.prompts.row_shape import RowShape
 from kvbatch.prompts.split import split_text
 
