@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbatch.corpus.compression import StreamError, open_stream
+from kvbatch.corpus.convert import how_to_convert
 from kvbatch.corpus.discovery import SourceFile
 from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
 from kvbatch.corpus.fields import FieldTypes, JsonRow
@@ -83,7 +84,10 @@ class JsonlReader:
         except (OSError, StreamError) as error:
             raise InputError(f"{self.source.path}: {getattr(error, 'strerror', None) or error}") from error
         if self._num_lines and not self._may_be_jsonl:
-            raise InputError(f"{self.source.path}: it is not JSONL: none of its lines is a JSON object")
+            raise InputError(
+                f"{self.source.path}: it is not JSONL: none of its lines is a JSON object; convert it: "
+                + how_to_convert("", self.source.path)
+            )
         if self.num_records and self.spec.id_column in self.unseen:
             name = self.spec.id_column
             raise InputError(

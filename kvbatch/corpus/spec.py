@@ -105,3 +105,11 @@ class InputSpec:
 def is_reserved(name: str, id_name: str) -> bool:
     """Tell whether an output column of this name exists already."""
     return name in (*RESERVED_NAMES, id_name) or name.startswith(RESERVED_PREFIX)
+
+
+def passthrough_note(spec: InputSpec) -> str:
+    """Say what `passthrough: all` leaves out."""
+    return (
+        f"input.passthrough all copies every column but the text, {spec.text_name!r}, which would double the output; "
+        "list the columns, the text among them, to have it too"
+    )

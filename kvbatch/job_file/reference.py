@@ -1,5 +1,6 @@
 """What a job file may hold, told from its models: as a JSON schema for editors and as a table for people."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -40,6 +41,19 @@ def markdown() -> str:
         default = "**required**" if is_required else _shown_default(key, spec)
         lines.append(f"| `{key}` | {_values(spec)} | {default} | {meaning} |")
     return "\n".join([*lines, "", *_presets(), _MARKS[1]])
+
+
+def listing(num_columns: int) -> str:
+    """Return every key with its values, its default and its meaning, for a terminal of that width."""
+    paragraphs = []
+    for key, spec, is_required in _keys(Job, ""):
+        default = "required" if is_required else f"default {_shown_default(key, spec)}"
+        head = f"{key}  ({_values(spec)}; {default})".replace("`", "")
+        meaning = " ".join(spec.get("description", "").split())
+        lines = [textwrap.fill(head, num_columns, subsequent_indent="        ")]
+        lines.append(textwrap.fill(meaning, num_columns, initial_indent="    ", subsequent_indent="    "))
+        paragraphs.append("\n".join(lines))
+    return "\n".join(paragraphs)
 
 
 def _presets() -> list[str]:

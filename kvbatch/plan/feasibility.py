@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from engine import EngineConfig
     from engine.budget import Budget
     from kvbatch.model.handle import ModelHandle
-    from kvbatch.prompts.builder import PromptBuilder
+    from kvbatch.prompts.chat import AnyPromptBuilder
 
 
-def check_room(job: Job, builder: "PromptBuilder", context: int) -> None:
+def check_room(job: Job, builder: "AnyPromptBuilder", context: int) -> None:
     """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
 
     Raises:
@@ -45,7 +45,7 @@ def check_prompt_columns(job: Job, names: Sequence[str]) -> None:
 
 
 def plan_memory(
-    job: Job, model: "ModelHandle", builder: "PromptBuilder", known_bytes: int | None = None
+    job: Job, model: "ModelHandle", builder: "AnyPromptBuilder", known_bytes: int | None = None
 ) -> tuple["EngineConfig", "Budget"]:
     """Return the engine's configuration and what it makes of the memory: so many bytes, or as the job says.
 

@@ -26,7 +26,7 @@ NUM_FRAMES = 256  # that are kept: rows may differ in what they tell the templat
 
 def prompt_builder(
     tokenizer: Any, job: Job, chat: ChatTemplate | None, tokens: PieceTokenizer | None = None
-) -> "PromptBuilder | ChatPromptBuilder":
+) -> "AnyPromptBuilder":
     """Return what makes a job's prompts; `chat` is its `chat_template`, raises as the two."""
     if job.input.format == "openai-batch":
         return ChatPromptBuilder(tokenizer, job.generation, chat, tokens)
@@ -146,3 +146,6 @@ class ChatPromptBuilder:
         for index, part in zip(parts[1::2], parts[2::2], strict=True):
             frame += [int(index), self.tokens.markup(part)]
         return frame
+
+
+AnyPromptBuilder = PromptBuilder | ChatPromptBuilder
