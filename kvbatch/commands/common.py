@@ -67,6 +67,11 @@ def say(first: str, *more: str) -> None:
         print(escaped(line), file=sys.stderr)
 
 
+def wants_json(flag: bool) -> bool:
+    """Tell whether a command prints JSON: when `--json` asks for it, or when stdout is no terminal."""
+    return flag or not sys.stdout.isatty()
+
+
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
     print(json.dumps(value, ensure_ascii=False))

@@ -94,7 +94,7 @@ class OpenShard:
             if failed:
                 columns |= _failed(failed["error_code"], failed["error_message"])
         elif self.answers and result.finish_reason != "error":
-            columns |= self.answers.judge(result.text)
+            columns |= self.answers.validate(result.text)
         columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns
@@ -171,7 +171,7 @@ def _judged(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]
     """Return an answer to one of several questions, held against the form that the job asks for."""
     if answer["status"] == "error" or form is None:
         return answer
-    columns = form.judge(answer["output"])
+    columns = form.validate(answer["output"])
     return answer | {name.removeprefix("kvb_"): value for name, value in columns.items()}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine import Request, Result
 from kvbatch.errors import InputError, JobChanged
-from kvbatch.prompts.builder import PromptRequest
+from kvbatch.prompts.prompt import PromptRequest
 from kvbatch.prompts.sampling import row_seed
 from kvbatch.run.oom_retry import OomRetry
 from kvbatch.run.row_requests import RequestKey, RowRequests
