@@ -221,6 +221,7 @@ class ShardLoop:
         with self._runner.stopper.shield():
             rows = shard.output_rows()
             self._runner.check_lock()
+            self._write_ahead[shard.number].create()  # a shard file without a record is then not committed
             facts = shard.write(self._runner.corpus.to_table(shard.documents), rows, self._run)
             self._write_ahead.pop(shard.number).close()
             commit_shard(self._run, shard.number, facts | tally(self._run.run_id, rows))
