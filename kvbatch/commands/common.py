@@ -43,7 +43,7 @@ def guarded_job(command: Callable[..., int]) -> Callable[..., None]:
 
     def unread(code: int, out: Product) -> int:
         out.flush()
-        out.forgive()
+        out.clear_failure()
         return code
 
     return _guarded(command, patient, unread)
@@ -89,6 +89,8 @@ def _guarded(
             except ReaderLeft:
                 code = 0
             except BaseException as error:
+                if isinstance(error, click.ClickException):  # a bad command line: click says so, exit code 2
+                    raise
                 if not isinstance(error, KvbatchError | KeyboardInterrupt) and not is_fault(error):
                     raise
                 if context.obj:  # --debug

@@ -7,8 +7,8 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import load_model
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.cpu import ops
+from tests.engine.helpers import as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_llm import as_text, prompts, run
 from tests.kvcache.kernel_builds import built, needs_compiler
 
 CACHES = {

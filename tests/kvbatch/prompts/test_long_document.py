@@ -11,7 +11,8 @@ from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job
 from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments, group_answers
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job
 from kvbatch.run.row_requests import RequestKey
 from tests.engine.models.tiny_models import save_tiny_model
