@@ -91,7 +91,7 @@ def test_an_incremental_job_plans_the_rows_that_its_run_will_do(job_file, tokeni
     tokenized.clear()
     call("run", path)
     assert sum(tokenized) == 2, "the run uses the plan"
-    assert json.loads(call("report", "runs/test", "--json"))["reused"] == 8
+    assert json.loads(call("report", "runs/test", "--json"))["carried"] == 8
     assert "none: nothing is to run" in call("plan", path)
 
 
@@ -108,7 +108,7 @@ def test_rows_of_one_text_and_other_ids_are_counted_apart(job_file):
 
 def test_one_long_document_does_not_flatten_the_histogram(tmp_path):
     pl.DataFrame({"prompt_tokens": [*range(200), 5400]}).write_parquet(tmp_path / "plan.parquet")
-    classes = planning._lengths(RunDirectory(tmp_path))
+    classes = planning._classes(planning._prompt_tokens(RunDirectory(tmp_path)))
     assert [count for _, _, count in classes] == [20] * 10 + [0, 0, 1]
     assert classes[-1] == (240, 5401, 1)
 

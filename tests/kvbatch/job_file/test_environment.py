@@ -75,12 +75,12 @@ def test_the_same_value_is_the_same_job_and_another_one_is_not(path, monkeypatch
         "".join(json.dumps(r) + "\n" for r in [*ROWS, {"id": "9", "text": "new", "lang": "en"}])
     )
     second = run_job(load_job(path)).run
-    assert second.read_summary()["reused"] == 4, "a new run is compared by the key of the last"
+    assert second.read_summary()["carried"] == 4, "a new run is compared by the key of the last"
     hashes = [json.loads(run.manifest.read_text())["config_hash"] for run in (first.run, second)]
     assert hashes[0] == hashes[1]
     monkeypatch.setenv("KVB_TOKEN", "another")
     third = run_job(load_job(path)).run
-    assert third.read_summary()["reused"] == 0
+    assert third.read_summary()["carried"] == 0
 
 
 def test_resume_reads_the_environment_again(path, monkeypatch):

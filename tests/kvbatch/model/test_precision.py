@@ -90,9 +90,9 @@ def test_a_choice_holds_on_and_a_new_run_chooses_anew(job_file, rates, tmp_path)
     assert open_run(tmp_path / "runs/test").run_id == first.run_id and dtype_of(first) == "bfloat16"
     job_file([*rows, {"id": "9", "text": "a new one"}], model={"dtype": "auto"}, input={"incremental": True})
     second = run_job(load_job(path), make_llm=engine(Backwards)).run
-    assert dtype_of(second) == "bfloat16" and second.read_summary()["reused"] == 4
+    assert dtype_of(second) == "bfloat16" and second.read_summary()["carried"] == 4
     third = run_job(load_job(path), new_run=True, make_llm=engine(Backwards)).run
-    assert dtype_of(third) == "float32" and third.read_summary()["reused"] == 0
+    assert dtype_of(third) == "float32" and third.read_summary()["carried"] == 0
     assert asked == ["torch.bfloat16"] * 3 + ["torch.float32"]
 
 

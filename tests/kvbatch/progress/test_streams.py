@@ -18,7 +18,7 @@ import pytest
 from kvbatch.errors import InputError
 from kvbatch.progress.display import Progress
 from kvbatch.progress.streams import Messages, outlets
-from kvbatch.report.exit_line import told
+from kvbatch.report.exit_line import exit_report
 from tests.kvbatch.streams import RUN, code_with, in_process, make_stream, written
 
 # what works: its product is a run
@@ -160,7 +160,7 @@ def test_the_line_for_machines_is_told_whatever_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr("kvbatch.report.summary.load_summary", fail)
     out = io.StringIO()
-    with pytest.raises(InputError), told(out) as ending:
+    with pytest.raises(InputError), exit_report(out, for_people=True, for_programs=True) as ending:
         ending.begin(SimpleNamespace(read_summary=lambda: {"rows": 1}, run_id="r", shards="s", path="p"))
     assert json.loads(out.getvalue())["exit_code"] == 66
 

@@ -153,7 +153,7 @@ def test_an_incremental_run_goes_on_in_a_new_one_which_takes_its_place(job_file,
     assert "superseded" not in refused.stderr and "--new-run" not in refused.stderr
     assert kvbatch("run", path).exit_code == 0
     later = open_run(HOME)
-    assert later.path != first.path and later.read_summary()["reused"] == 4
+    assert later.path != first.path and later.read_summary()["carried"] == 4
     status = load_status(first.path)
     assert (status["state"], status["superseded_by"], status["continue"]) == (
         "superseded",

@@ -46,7 +46,7 @@ def test_a_half_uploaded_file_and_a_rotation_end_no_night(job_file, kvbatch):
     os.rename("logs/app.jsonl", "logs/app.jsonl.1")
     Path("logs/app.jsonl").write_bytes(rows(3))
     code, told, *_ = kvbatch("run", path)
-    assert (code, told["ok"], told["reused"]) == (0, 3, 2)
+    assert (code, told["ok"], told["carried"]) == (0, 3, 2)
     code, told, *_ = kvbatch("run", path, "-s", "input.on_bad_file=fail")
     assert code == 66 and "up.jsonl.gz" in told["message"]
 
@@ -90,7 +90,7 @@ def test_a_condition_that_fits_no_row_makes_no_run(job_file, kvbatch):
         os.readlink("runs/test/latest") == first and len(list(Path("runs/test").glob("*/manifest.json"))) == 2
     )
     code, told, stdout, _ = kvbatch("run", path, "-s", "input.where=id > 3")  # all of them are reused
-    assert (code, told["reused"], told["left_out"]) == (0, 3, 4) and "where left out 4 more" in stdout
+    assert (code, told["carried"], told["left_out"]) == (0, 3, 4) and "where left out 4 more" in stdout
     Path("in.jsonl").write_text("")
     code, told, _, stderr = kvbatch("run", path, "-s", "input.where=id > 3")
     assert (code, told["rows"]) == (0, 0) and "the input has no rows" in stderr

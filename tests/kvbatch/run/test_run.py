@@ -71,7 +71,7 @@ def test_edit_of_the_model_that_keeps_size_and_time_is_seen(job_file, tiny_model
         stream.write(bytes([last[0] ^ 1]))
     os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
     again = run(path, **engine)
-    assert again.is_new and again.run.read_summary()["reused"] == 0
+    assert again.is_new and again.run.read_summary()["carried"] == 0
 
 
 def test_model_that_changes_between_its_check_and_its_loading_is_refused(job_file, tiny_model, tmp_path):

@@ -177,7 +177,7 @@ def test_retry_does_the_failed_rows_again_and_reuses_the_rest(job_file, monkeypa
     assert rows["kvb_error_code"].to_list()[9:] == ["bad_json", "too_long"]
     assert rows["kvb_config_hash"].n_unique() == 2, "each row says by which configuration it was made"
     told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["run_id"], told["reused"], told["ok"]) == (found.run_id, 7, 9)
+    assert (told["run_id"], told["carried"], told["ok"]) == (found.run_id, 7, 9)
     engine = Fake()
     nothing = CliRunner().invoke(cli, ["retry", "runs/test", "--status", "length"])
     assert nothing.exit_code == 0 and nothing.stdout.startswith("Nothing to do") and not engine.done
