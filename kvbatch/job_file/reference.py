@@ -30,7 +30,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """Return the table of all keys, between the marks that it stands between in the README."""
+    """Return the table of all keys, between the marks that surround it in `docs/job_file.md`."""
     lines = [_MARKS[0], "| key | values | default | |", "|---|---|---|---|"]
     lines.append(f"| `{extends.KEY}` | text | | {extends.DESCRIPTION} |")
     for key, spec, is_required in _keys(Job, ""):
