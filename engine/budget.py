@@ -163,7 +163,7 @@ def divide_budget(
 
 def _reconstruction_tokens(config: EngineConfig) -> int:
     """Return the tokens of a pass in which the model repeats a chunk for its scores; 0 if the scorer needs none."""
-    if not config.cache.judges:
+    if not config.cache.needs_scores:
         return 0
     from kvcache.scorers.registry import get_scorer
 

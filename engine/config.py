@@ -13,15 +13,14 @@ class EngineConfig:
         memory_budget_bytes: bytes for page pool and step workspace together, taken once at start.
         step_tokens: the most tokens one step computes; lowered where the budget is small (`engine.budget`).
         max_sequences: the most sequences that hold pages at once.
-        pool_pages: size of the page pool when the caller knows the peak; never more than the budget holds.
+        pool_pages: blocks in the pool, where the caller knows the peak; never more than the budget holds.
         cache: the cache policy.
-        repeat_token_ids: what asks the model to repeat the text before it, for scorers that have it reconstructed.
-        calibration_token_ids: what the model is calibrated on, for budget `calibrated` (`engine.calibration`); empty:
-            random tokens.
+        repeat_token_ids: a prompt to repeat the text before it, for scorers that reconstruct the text.
+        calibration_token_ids: the text for `engine.head_calibration`, for budget `calibrated`; empty: random tokens.
         attention: name of the attention backend, or None for the device's own.
-        prompt_lookup: when few rows are left, guess what they copy (`engine.prompt_lookup`); not if deterministic.
-        deterministic: what is generated for a row does not depend on the rows beside it, to the bit, on one machine
-            with one number of threads (`engine.scheduler`). Decoding many rows at once takes longer.
+        prompt_lookup: add draft tokens to steps of few sequences (`engine.prompt_lookup`); not if deterministic.
+        deterministic: compute batch-invariantly: a sequence's tokens do not depend on others in its steps, to the bit,
+            on one machine with one number of threads (`engine.scheduler`). Decoding many at once takes longer.
 
     Raises:
         ValueError: A value out of range.

@@ -1,4 +1,4 @@
-"""What a row may say, token by token. Grammars and their libraries are the caller's; the engine asks three things."""
+"""Which tokens a sequence may generate next. Grammars and their libraries are the caller's."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class Constraint(Protocol):
-    """One row's way through a grammar."""
+    """The state of one sequence in a grammar."""
 
     def mask(self) -> Tensor:
         """Return which tokens may come next: bool `[V]`, on the CPU, V being the model's vocabulary."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Take the token that came."""
+        """Advance by the token that was chosen."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the output is complete, so that no token may follow."""
         ...
 
 
@@ -28,11 +28,11 @@ def constrain(
     logits: Tensor,  # [N, V] float32
     constraints: Sequence[Constraint | None],
 ) -> Tensor:
-    """Return the logits with what a row must not say at minus infinity."""
-    rows = [i for i, constraint in enumerate(constraints) if constraint]
-    if not rows:
+    """Return the logits with minus infinity for tokens that a sequence may not generate."""
+    constrained = {row: constraint for row, constraint in enumerate(constraints) if constraint}
+    if not constrained:
         return logits
-    allowed = torch.stack([constraints[i].mask() for i in rows]).to(logits.device)
-    logits = logits.clone()
+    allowed = torch.stack([constraint.mask() for constraint in constrained.values()]).to(logits.device)
+    rows, logits = list(constrained), logits.clone()
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
     return logits

@@ -1,7 +1,10 @@
 """From token ids to text without splitting a character."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, a token at least one
@@ -13,7 +16,7 @@ class Detokenizer:
     Text is always decoded from the whole list of ids, never token by token.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._tokenizer = tokenizer
 
     def __call__(self, token_ids: Sequence[int]) -> str:
@@ -31,7 +34,9 @@ class Detokenizer:
         return text.rstrip(_REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def _ends_in_real_replacement(self, ids: list[int]) -> bool:
         """Tell whether the model wrote U+FFFD itself: its three bytes, whole, at the end."""

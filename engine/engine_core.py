@@ -1,7 +1,7 @@
 """The engine: requests in, results out as their sequences finish."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
 from itertools import accumulate
@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.position_rebasing import positions_left
 from engine.prefix_cache import PrefixCache
-from engine.prompt_lookup import Drafter
+from engine.prompt_lookup import NgramProposer
 from engine.request import EngineStats, Request, Result
 from engine.request_pages import prefix_pages, request_pages
 from engine.runner import Runner
@@ -25,8 +25,6 @@ from engine.sampling import make_random, sample
 from engine.scheduler import ALONE_DECODES, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stopping import cut_at_stop, finish_reason
-
-_END = object()
 
 
 class EngineCore:
@@ -55,8 +53,7 @@ class EngineCore:
         self.model = model
         self.config = config
         self.decode = decode
-        budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
-        self.budget = budget
+        self.budget = budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))
         self.cache = make_cache(self.budget, config, model)
         self.runner = Runner(model, self.cache, ALONE_DECODES if config.deterministic else 0)
         self.scheduler = Scheduler(
@@ -64,16 +61,16 @@ class EngineCore:
         )
         if config.deterministic and not self.runner.is_batch_invariant():
             raise EngineError(
-                f"matrix products on {model.device} in {model.dtype} depend on a row's place: nothing can be "
-                "deterministic here; try another dtype"
+                f"matrix products on {model.device} in {model.dtype} depend on a row's place in a step: "
+                "the engine cannot be deterministic here; try another dtype"
             )
         self.monitor = Monitor(self.cache, self.budget.layout.page_bytes)
         self.prefixes = PrefixCache(
             self.cache, self.budget.layout, self.runner, self.budget.step_tokens, self.monitor.speed
         )
-        self.drafter: Drafter | None = None
+        self.proposer: NgramProposer | None = None
         if config.prompt_lookup and not config.deterministic:
-            self.drafter = Drafter(self.budget.num_logits)
+            self.proposer = NgramProposer(self.budget.num_logits)
         self._draining = False
         self._end_token_ids = frozenset(model.config.eos_token_ids)
         self._totals = dict.fromkeys(
@@ -88,17 +85,17 @@ class EngineCore:
         )
 
     def generate(
-        self, requests: Iterable[Request | None], observe: Callable[[int, Tensor], None] | None = None
+        self, requests: Iterable[Request | None], observe: Callable[[Hashable, Tensor], None] | None = None
     ) -> Iterator[Result]:
         """Yield a result for every request as it finishes.
 
         Requests are pulled in order and only as far as there is room, so a generator of any length may be given.
-        None among them lets all rows before it finish before the next one is pulled.
+        After a None among them, the next one is pulled when every sequence has finished.
         A request that can never run yields a result with finish reason `error`; others are not affected.
         When the iterator is closed early, every page is given back.
 
         Args:
-            observe: told each row's id and the logits `[V]` by which its next token is chosen, before its constraint.
+            observe: called with a request's id and the logits `[V]` that choose its next token, unconstrained.
         """
         source = iter(requests)
         try:
@@ -106,10 +103,10 @@ class EngineCore:
                 yield from self._fill(source)
                 plan = self.scheduler.plan_step()
                 if not plan.num_tokens:
-                    assert not self.scheduler.waiting, "a row waits though nothing runs"
+                    assert not self.scheduler.waiting, "a sequence waits though nothing runs"
                     return
-                if self.drafter and not self.scheduler.waiting:
-                    plan = self.drafter.draft(plan)
+                if self.proposer and not self.scheduler.waiting:
+                    plan = self.proposer.propose(plan)
                 yield from self._step(plan, observe)
         finally:
             self.clear_cache()
@@ -123,7 +120,7 @@ class EngineCore:
         Raises:
             ValueError: The request can never run; the message says why.
         """
-        assert not self.scheduler.running and not self.scheduler.waiting, "other rows are in the engine"
+        assert not self.scheduler.running and not self.scheduler.waiting, "other sequences are in the engine"
         problem = self._problem(request)
         if problem:
             raise ValueError(problem)
@@ -147,13 +144,13 @@ class EngineCore:
             kv_used_bytes=self.cache.used_bytes,
             kv_mean_bytes=self.monitor.mean_used_bytes,
             kv_peak_bytes=self.cache.peak_bytes,
-            drafted_tokens=self.drafter.drafted_tokens if self.drafter else 0,
-            accepted_tokens=self.drafter.accepted_tokens if self.drafter else 0,
+            drafted_tokens=self.proposer.drafted_tokens if self.proposer else 0,
+            accepted_tokens=self.proposer.accepted_tokens if self.proposer else 0,
         )
 
     @contextmanager
     def limited(self, step_ratio: float, max_sequences: int) -> Iterator[None]:
-        """Compute and hold less at once in a block: a part of the step's tokens, so many rows at most.
+        """Lower what is computed and held at once in a block: the step's tokens by a ratio, and the sequences.
 
         Enter it only while nothing is generated.
         """
@@ -171,7 +168,7 @@ class EngineCore:
         self.scheduler.max_sequences = max_sequences
 
     def clear_cache(self) -> None:
-        """Drop every row and give every page back."""
+        """Drop every sequence and give every page back."""
         for sequence in list(self.scheduler.running):
             self.scheduler.finish(sequence)
             if sequence.cache is not None:  # None: stopped while its prefix was computed
@@ -182,15 +179,17 @@ class EngineCore:
         self.cache.check()
 
     def _fill(self, source: Iterator[Request | None]) -> Iterator[Result]:
-        """Admit rows until one has to wait, pulling requests as needed."""
+        """Admit sequences until one has to wait, pulling requests as needed."""
         while True:
             if not self.scheduler.waiting:
                 if self._draining and self.scheduler.running:
                     return
-                request = next(source, _END)
-                self._draining = request is None
-                if request is _END:
+                try:
+                    request = next(source)
+                except StopIteration:
+                    self._draining = False
                     return
+                self._draining = request is None
                 if request is None:
                     continue
                 problem = self._problem(request)
@@ -202,7 +201,7 @@ class EngineCore:
                 return
 
     def _admit(self) -> bool:
-        """Let the first waiting row in if it fits; idle prefixes make room before it has to wait."""
+        """Admit the first waiting sequence if it fits; prefixes that none reads are dropped for it."""
         head = self.scheduler.waiting[0]
         tokens = head.request.prefix
 
@@ -217,7 +216,7 @@ class EngineCore:
         sequence = self.scheduler.admit(fits)
         if sequence is None:
             return False
-        prefix = self.prefixes.get(tokens) if tokens else None
+        prefix = self.prefixes.get(tokens, sequence) if tokens else None
         sequence.cache = self.cache.open(sequence.num_pages, sequence.request.max_tokens, prefix)
         sequence.random = make_random(sequence.request.sampling, self.model.device)
         sequence.constraint = sequence.request.constraint and sequence.request.constraint()
@@ -234,7 +233,7 @@ class EngineCore:
         if request.streams:
             if not self.config.cache.can_stream or request.prefix_tokens:
                 return (
-                    "a streamed prompt needs a cache policy that judges chunk by chunk, and shares no prefix"
+                    "a streamed prompt needs a cache policy that scores chunk by chunk, and shares no prefix"
                 )
             left = positions_left(
                 context, self.budget.prefill_buffer_tokens, new, len(request.probe_token_ids)
@@ -266,8 +265,8 @@ class EngineCore:
             self.budget.layout, prompt, new, prefix_tokens=request.prefix_tokens, longest_prompt=longest
         )
 
-    def _step(self, plan: StepPlan, observe: Callable[[int, Tensor], None] | None) -> Iterator[Result]:
-        """Execute a plan, append the chosen tokens and yield the rows that end with them."""
+    def _step(self, plan: StepPlan, observe: Callable[[Hashable, Tensor], None] | None) -> Iterator[Result]:
+        """Execute a plan, append the chosen tokens and yield the results of sequences that end."""
         started_s = time.perf_counter()
         ready, logits = self.runner.execute(plan)
         step_s = time.perf_counter() - started_s
@@ -275,29 +274,29 @@ class EngineCore:
         self._totals["computed_prompt_tokens"] += sum(chunk.num_tokens for chunk in plan.chunks)
         for sequence, seconds in plan.shares(step_s):
             sequence.spend(seconds)
-        guesses = {draft.sequence: draft.draft_tokens for draft in plan.drafts}
-        firsts = accumulate((1 + len(guesses.get(sequence, ())) for sequence in ready), initial=0)
+        drafted = {draft.sequence: draft.draft_tokens for draft in plan.drafts}
+        firsts = accumulate((1 + len(drafted.get(sequence, ())) for sequence in ready), initial=0)
         rows = dict(zip(ready, firsts, strict=False))
         num_accepted = 0
         while ready:
-            yield from self._choose(ready, logits[[rows[s] for s in ready]] if guesses else logits, observe)
-            # Whose token was guessed right chooses the next one from the same step.
-            ready = [s for s in ready if not s.finish_reason and guesses.get(s, ())[:1] == (s.token_ids[-1],)]
+            yield from self._choose(ready, logits[[rows[s] for s in ready]] if drafted else logits, observe)
+            # A sequence whose draft token was chosen takes the next token from the same step.
+            ready = [s for s in ready if not s.finish_reason and drafted.get(s, ())[:1] == (s.token_ids[-1],)]
             for sequence in ready:
                 self.runner.count_draft_token(sequence)
-                guesses[sequence] = guesses[sequence][1:]
+                drafted[sequence] = drafted[sequence][1:]
                 rows[sequence] += 1
             num_accepted += len(ready)
-        if self.drafter:
-            self.drafter.note(plan, num_accepted, step_s)
+        if self.proposer:
+            self.proposer.note(plan, num_accepted, step_s)
 
     def _choose(
         self,
         ready: list[Sequence],
         logits: Tensor,  # [N, V]
-        observe: Callable[[int, Tensor], None] | None,
+        observe: Callable[[Hashable, Tensor], None] | None,
     ) -> Iterator[Result]:
-        """Append the token that each row chooses, and yield the rows that end with it."""
+        """Choose each sequence's next token, append it, and yield the results of sequences that end."""
         if observe:
             for sequence, row in zip(ready, logits, strict=True):
                 observe(sequence.request.request_id, row)
@@ -322,6 +321,7 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> Result:
         layout = self.budget.layout
         generated = sequence.generated
+        assert sequence.finish_reason is not None
         text = cut_at_stop(self.decode(generated), sequence.request.sampling.stop)
         self.monitor.note_end(sequence.cache.lane_usage)
         self._totals["num_rows"] += 1
@@ -343,6 +343,7 @@ class EngineCore:
             kv_peak_bytes=sequence.cache.held_bytes,
             prefill_s=sequence.prefill_s,
             decode_s=sequence.decode_s,
+            wait_s=sequence.wait_s(),
         )
         self.scheduler.finish(sequence)
         sequence.cache.free()

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from kvcache.compress.lane_shares import STEPS, LaneShares
+from kvcache.kernels.protocol import PrefillOptions
 from kvcache.kernels.registry import kernels_for
-from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
+from kvcache.sizes.page_format import PageFormat
 from kvcache.user_cache import user_cache
 
 NUM_TOKENS = 1000
@@ -85,9 +86,7 @@ def _scores(model: Decoder, tokens: list[int]) -> Tensor:
     shape = (config.num_layers, config.num_kv_heads, len(twice), config.head_dim)
     keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
     scores = torch.zeros(config.num_layers, config.num_kv_heads, num_tokens, device=model.device)
-    # Only explicit keys are read; a page of them would be whole.
-    whole = PageFormat(WHOLE_BITS, WHOLE_BITS, 16, config.head_dim, model.dtype.itemsize)
-    kernels = kernels_for(model.device, whole)
+    kernels = kernels_for(model.device, PageFormat(16, 16, 16, config.head_dim))
     # No chunk spans both readings.
     starts = [*range(0, num_tokens, _CHUNK_TOKENS), *range(num_tokens, len(twice), _CHUNK_TOKENS)]
     for start, end in zip(starts, [*starts[1:], len(twice)], strict=True):
@@ -99,9 +98,8 @@ def _scores(model: Decoder, tokens: list[int]) -> Tensor:
                 None,
                 keys[layer, :, :end],
                 values[layer, :, :end],
-                scale=config.head_dim**-0.5,
+                PrefillOptions(config.head_dim**-0.5, num_threads=torch.get_num_threads()),
                 distance=0 if start >= num_tokens else None,
-                num_threads=torch.get_num_threads(),
             )
             if largest is not None:
                 scores[layer] = scores[layer].maximum(largest[:, :num_tokens])

@@ -38,7 +38,7 @@ class LLM:
         cls,
         path: str | Path,
         *,
-        cache: str | KVCacheConfig = "default",
+        cache: str | KVCacheConfig | None = "default",
         memory: str | float | int = "60%",
         device: str = "auto",
         dtype: torch.dtype | None = None,
@@ -48,7 +48,7 @@ class LLM:
         """Load a model of a local directory, as transformers saves it, for a cache policy.
 
         Args:
-            cache: name of a preset (`kvcache.config.PRESETS`), or a policy.
+            cache: name of a preset (`kvcache.config.PRESETS`), a policy, or None for the full cache.
             memory: for keys, values and workspace: `"4GiB"`, `"60%"` of what is free, or bytes.
             device: `cpu`, `cuda`, or `auto`: the GPU where there is one and the policy runs on it.
             dtype: of weights and arithmetic; float32 on a CPU and bfloat16 on a GPU by default.
@@ -60,7 +60,7 @@ class LLM:
             BudgetError: The memory is not there, or too small.
             ValueError: The preset is unknown, or the policy does not suit the model or the device.
         """
-        policy = cache if isinstance(cache, KVCacheConfig) else _preset(cache)
+        policy = _preset(cache) if isinstance(cache, str) else cache or KVCacheConfig()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() and not policy.compresses else "cpu"
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -44,8 +44,11 @@ class PrefixCache:
         """Return the pages that `get(tokens)` would take from the pool."""
         return 0 if tokens in self._caches else prefix_pages(self._layout, len(tokens))
 
-    def get(self, tokens: tuple[int, ...]) -> SequenceHandle:
+    def get(self, tokens: tuple[int, ...], first: Sequence) -> SequenceHandle:
         """Return a prefix's cache; the first time, compute it.
+
+        Args:
+            first: the sequence that needs the prefix; if it has to be computed, the time counts as its prefill.
 
         Raises:
             PoolExhausted: The pool has too few free pages.
@@ -59,7 +62,9 @@ class PrefixCache:
                     started_s = time.perf_counter()
                     plan = StepPlan((), plan_chunks([sequence], self.step_tokens, self._layout.chunks))
                     self._runner.execute(plan)
-                    self._speed.add(step_parts(plan, after=True), time.perf_counter() - started_s)
+                    step_s = time.perf_counter() - started_s
+                    self._speed.add(step_parts(plan, after=True), step_s)
+                    first.spend(step_s)
             except BaseException:
                 sequence.cache.free()
                 raise

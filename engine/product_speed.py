@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models import Decoder, load_model
+from engine.models.config import NAME_BY_TYPE
 
 NUM_TOKENS = 256
 _LAYER = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -46,14 +47,14 @@ def _seconds(model: Decoder) -> float:
 
 
 def _forward(model: Decoder) -> None:
-    tokens = torch.arange(NUM_TOKENS)
+    tokens = torch.arange(NUM_TOKENS, device=model.device)
     model.forward(tokens, tokens, lambda layer, q, k, v: q)  # no attention: the products alone
 
 
 def _save_layer(folder: Path) -> int:
     """Write a checkpoint of one layer; return how many weights are multiplied."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [NAME_BY_TYPE["llama"]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "vocab_size": NUM_TOKENS,
@@ -68,11 +69,11 @@ def _save_layer(folder: Path) -> int:
     matrices |= {f"{at}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
     matrices[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
     norms = ["model.norm", f"{at}.input_layernorm", f"{at}.post_attention_layernorm"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     tensors = {
-        name: torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+        name: torch.randn(shape, generator=generator, device="cpu").mul_(0.02).to(torch.bfloat16)
         for name, shape in {**matrices, "model.embed_tokens.weight": (NUM_TOKENS, hidden)}.items()
     }
-    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16, device="cpu") for name in norms}
     save_file(tensors, folder / "model.safetensors")
     return sum(rows * columns for rows, columns in matrices.values())

@@ -1,10 +1,10 @@
-"""Guesses at what rows will say, taken from what they have read and said (prompt lookup), where that saves time.
+"""Prompt lookup: draft tokens from n-grams of a sequence's own prompt and output, in steps where they save time.
 
-When few rows are left in decode, a step is mostly the reading of the model's weights, and more tokens cost little. What
-an answer copies from its prompt is then guessed and computed together with the token before it: every guess that is
-what the row would have chosen saves a step (Saxena, 2023, "Prompt lookup decoding"). The row chooses each token from
-the logits that stand before it, as ever, so what it says depends on guesses no more than on the rows beside it: steps
-of more tokens round otherwise. A row that samples draws as often as without them. Decisions alone, no torch.
+When few sequences are left in decode, a step mostly reads the model's weights, and more tokens cost little. The tokens
+that followed the same n-gram before are then computed together with the token before them. Every draft token that the
+sequence would have chosen saves a step (Saxena, 2023, "Prompt lookup decoding"). Each token is still chosen from the
+logits before it, so draft tokens change an output no more than other sequences in the step do: through the rounding of
+longer steps. A sequence that samples draws as many random numbers as without them. Decisions alone, no torch.
 """
 
 from dataclasses import dataclass, replace
@@ -13,29 +13,32 @@ from itertools import takewhile
 from engine.scheduler import Draft, StepPlan
 from engine.sequence import Sequence
 
-STEP_TOKENS = 16  # of a step with guesses: where on a CPU arithmetic begins to outweigh the weights
-MAX_GUESSES = 7
+STEP_TOKENS = 16  # in a step with draft tokens: with more, a CPU's arithmetic outweighs reading the weights
+MAX_DRAFT_TOKENS = 7
 NGRAM_TOKENS = (3, 2)
 RETRY_STEPS = 64
-INDEXED_TOKENS = 16_384  # of a longer row the last ones: an index takes some 300 bytes a token
+INDEXED_TOKENS = 16_384  # the last tokens of a longer sequence: the index takes some 300 bytes a token
 
 
 class Lookup:
-    """Find what followed the last tokens of a row where they stood before, and see whether it follows again.
+    """Find what followed the last n-gram of a sequence before, and measure how often it follows again.
 
     Args:
-        tokens: of prompt and answer, which the owner goes on appending to.
+        tokens: of prompt and output; the owner appends to the list.
     """
 
     def __init__(self, tokens: list[int]):
         self._tokens = tokens
-        self._starts: dict[tuple[int, ...], int] = {}  # of what followed an n-gram the last time
+        self._starts: dict[tuple[int, ...], int] = {}  # n-gram → index of the token after its last occurrence
         self._num_indexed = max(0, len(tokens) - INDEXED_TOKENS)
         self._watched: tuple[int, ...] = ()
         self._watched_from = 0
 
-    def guess(self, num_tokens: int) -> tuple[int, ...]:
-        """Return what followed the longest n-gram the row ends with, or nothing; a cycle is gone round again."""
+    def propose(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the tokens that followed the sequence's last n-gram before, the longest one found, or nothing.
+
+        Where fewer than `num_tokens` follow, they repeat as a cycle.
+        """
         tokens, end = self._tokens, len(self._tokens)
         for start in range(self._num_indexed, end):
             for size in NGRAM_TOKENS:
@@ -43,26 +46,29 @@ class Lookup:
                     self._starts[tuple(tokens[start - size : start])] = start
         self._num_indexed = end
         for size in NGRAM_TOKENS:
-            start = self._starts.get(tuple(tokens[end - size :]))
-            if start is not None:
-                return tuple(tokens[start + i % (end - start)] for i in range(num_tokens))
+            found = self._starts.get(tuple(tokens[end - size :]))
+            if found is not None:
+                return tuple(tokens[found + i % (end - found)] for i in range(num_tokens))
         return ()
 
-    def watch(self, guesses: tuple[int, ...]) -> None:
-        """See from now on whether guesses come true, computed or not."""
-        self._watched, self._watched_from = guesses, len(self._tokens)
+    def watch(self, draft_tokens: tuple[int, ...]) -> None:
+        """Compare draft tokens, computed or not, with the tokens that are chosen from now on."""
+        self._watched, self._watched_from = draft_tokens, len(self._tokens)
 
     @property
     def is_watching(self) -> bool:
         return bool(self._watched)
 
     def settle(self) -> float | None:
-        """Return the share of the watched guesses that came true, and watch no more; None as long as that is open."""
-        said = self._tokens[self._watched_from : self._watched_from + len(self._watched)]
+        """Return the share of the watched draft tokens that were chosen, and stop watching.
+
+        None: no tokens are watched, or those chosen so far do not decide it.
+        """
+        chosen = self._tokens[self._watched_from : self._watched_from + len(self._watched)]
         right = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(said, self._watched, strict=False))
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, self._watched, strict=False))
         )
-        if right == len(said) < len(self._watched) or not self._watched:
+        if right == len(chosen) < len(self._watched) or not self._watched:
             return None
         share, self._watched = right / len(self._watched), ()
         return share
@@ -83,59 +89,61 @@ class Mean:
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether guesses pay, for steps of one number of rows, by the seconds that steps without and with them take.
+    """Whether draft tokens pay in steps of one number of sequences, by the measured seconds without and with them.
 
-    What a step with guesses takes is hoped to be little until it has been measured, and so again after `RETRY_STEPS`.
+    Until a step with draft tokens has been measured, it is assumed to take as long as one without; so again
+    `RETRY_STEPS` steps after the last one.
     """
 
     plain_s: Mean = Mean()
-    guessed_s: Mean = Mean()
-    num_plain: int = 0  # steps since the last one with guesses
+    drafted_s: Mean = Mean()
+    num_plain: int = 0  # steps since the last one with draft tokens
 
-    def opens(self, num_rows: int, num_expected: float) -> bool:
-        """Whether a step that gets so many tokens more than rows gets more of them in a second."""
+    def opens(self, num_sequences: int, num_expected: float) -> bool:
+        """Whether a step with draft tokens, `num_expected` of which are accepted, gives more tokens a second."""
         if not self.plain_s.count:
             return False
-        is_known = self.guessed_s.count and self.num_plain < RETRY_STEPS
-        guessed_s = self.guessed_s.value if is_known else self.plain_s.value
-        return (num_rows + num_expected) * self.plain_s.value > num_rows * guessed_s
+        is_known = self.drafted_s.count and self.num_plain < RETRY_STEPS
+        drafted_s = self.drafted_s.value if is_known else self.plain_s.value
+        return (num_sequences + num_expected) * self.plain_s.value > num_sequences * drafted_s
 
-    def after(self, step_s: float, *, guessed: bool) -> "Gate":
-        """Return the gate with one more step."""
-        if not guessed:
+    def after(self, step_s: float, *, drafted: bool) -> "Gate":
+        """Return the gate with one more step measured."""
+        if not drafted:
             return replace(self, plain_s=self.plain_s.after(step_s), num_plain=self.num_plain + 1)
-        known = self.guessed_s if self.num_plain < RETRY_STEPS else Mean()
-        return replace(self, guessed_s=known.after(step_s), num_plain=0)
+        known = self.drafted_s if self.num_plain < RETRY_STEPS else Mean()
+        return replace(self, drafted_s=known.after(step_s), num_plain=0)
 
 
-class Drafter:
-    """Add guesses to steps of few decodes and nothing else, where that pays.
+class NgramProposer:
+    """Add draft tokens to steps of few decodes and no prompt chunk, where that pays.
 
-    How many guesses come true is seen whether they are computed or not; what they cost, only when they are.
+    The share of draft tokens that are chosen is measured whether they are computed or not; their cost only when they
+    are.
 
     Args:
-        num_logits: after how many tokens of a step the next one may be chosen.
+        num_logits: the most tokens of a step whose logits are computed.
 
     Attributes:
-        drafted_tokens: guesses computed.
-        accepted_tokens: of these, those that were chosen and saved a step.
+        drafted_tokens: draft tokens computed.
+        accepted_tokens: those of them that were chosen and saved a step.
     """
 
     def __init__(self, num_logits: int):
         self._step_tokens = min(STEP_TOKENS, num_logits)
         self.drafted_tokens = self.accepted_tokens = 0
-        self._share = Mean()  # of the guesses that come true
-        self._gates: dict[int, Gate] = {}  # by the number of rows
+        self._share = Mean()  # of the draft tokens that are chosen
+        self._gates: dict[int, Gate] = {}  # by the number of sequences
 
-    def draft(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with guesses behind the tokens of those rows that have some, if that pays."""
-        num_rows = len(plan.decodes)
-        if plan.chunks or not 0 < num_rows <= self._step_tokens // 2:
+    def propose(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with draft tokens for the sequences that have some, if that pays."""
+        num_sequences = len(plan.decodes)
+        if plan.chunks or not 0 < num_sequences <= self._step_tokens // 2:
             return plan
-        most = min(MAX_GUESSES, self._step_tokens // num_rows - 1)
-        drafts = [Draft(sequence, self._guess(sequence, most)) for sequence in plan.decodes]
+        most = min(MAX_DRAFT_TOKENS, self._step_tokens // num_sequences - 1)
+        drafts = [Draft(sequence, self._draft_tokens(sequence, most)) for sequence in plan.decodes]
         num_expected = self._share.value * sum(len(draft.draft_tokens) for draft in drafts)
-        opens = self._gate(num_rows).opens(num_rows, num_expected)
+        opens = self._gate(num_sequences).opens(num_sequences, num_expected)
         for draft in drafts:
             lookup = draft.sequence.lookup
             if draft.draft_tokens and (opens or not lookup.is_watching):
@@ -146,22 +154,22 @@ class Drafter:
         return StepPlan(plain, (), tuple(draft for draft in drafts if draft.draft_tokens))
 
     def note(self, plan: StepPlan, num_accepted: int, step_s: float) -> None:
-        """Hear how many guesses of a step were accepted and how long it took."""
+        """Measure a step that was computed: how many draft tokens were accepted, and how long it took."""
         self.drafted_tokens += sum(len(draft.draft_tokens) for draft in plan.drafts)
         self.accepted_tokens += num_accepted
         if not plan.chunks:
-            num_rows = len(plan.decodes) + len(plan.drafts)
-            self._gates[num_rows] = self._gate(num_rows).after(step_s, guessed=bool(plan.drafts))
+            num_sequences = len(plan.decodes) + len(plan.drafts)
+            self._gates[num_sequences] = self._gate(num_sequences).after(step_s, drafted=bool(plan.drafts))
 
-    def _gate(self, num_rows: int) -> Gate:
-        return self._gates.get(num_rows, Gate())
+    def _gate(self, num_sequences: int) -> Gate:
+        return self._gates.get(num_sequences, Gate())
 
-    def _guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Return guesses at what follows a row's last token: no more than it may say, or its open pages hold."""
+    def _draft_tokens(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Return draft tokens for a sequence, within its `max_new_tokens` and the room of its open pages."""
         sequence.lookup = sequence.lookup or Lookup(sequence.token_ids)
         share = sequence.lookup.settle()
         if share is not None:
             self._share = self._share.after(share)
         left = sequence.request.sampling.max_new_tokens - sequence.num_generated
         most = min(most, left - 1, sequence.cache.open_tokens - 1)
-        return sequence.lookup.guess(most) if most > 0 else ()
+        return sequence.lookup.propose(most) if most > 0 else ()

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.constraint import Constraint
 
 FinishReason = Literal["stop", "length", "repetition", "error"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Say how a row's tokens are chosen and when it ends.
+    """How a sequence's tokens are chosen, and when it ends.
 
     Args:
         max_new_tokens: the most tokens generated.
@@ -17,11 +20,11 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability.
         min_p: drop tokens less likely than this fraction of the likeliest.
-        seed: of this row's own random stream, so that a row's draw does not depend on its neighbours.
-        stop: strings that end the row; the text is cut before them.
-        stop_token_ids: tokens that end the row, besides the model's own end tokens.
-        ignore_eos: let the model's own end tokens pass.
-        repetition_stop: end a row that repeats a short cycle (`engine.stopping.is_repeating`).
+        seed: of the sequence's own random stream, so that its tokens do not depend on other sequences.
+        stop: strings that end the sequence; the text is cut before them.
+        stop_token_ids: tokens that end the sequence, besides the model's own end tokens.
+        ignore_eos: go on after the model's own end tokens.
+        repetition_stop: end a sequence that repeats a short cycle (`engine.stopping.is_repeating`).
 
     Raises:
         ValueError: A value out of range.
@@ -54,18 +57,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Ask for one row's generation.
+    """A prompt to continue.
 
     Args:
-        request_id: the caller's name for the row; comes back on the result.
+        request_id: the caller's name for the request; the result has it too.
         prompt_token_ids: the whole prompt.
         sampling: how to generate.
-        prefix_tokens: leading prompt tokens that other requests share; their KV is computed once.
-        probe_token_ids: the question's own tokens, wherever the prompt puts them. A compressing cache lets them
-            attend to each chunk before it judges what to keep of it.
-        constraint: makes the `engine.constraint.Constraint` of this row, when it is admitted.
-        streams: the prompt may exceed the model's context. It then takes no more memory than one that fills the
-            context, keeps so much less of its tokens, and their positions are re-based (`engine.streaming`).
+        prefix_tokens: leading prompt tokens shared with other requests; their keys and values are computed once.
+        probe_token_ids: the question's own tokens, wherever they stand in the prompt. A compressed cache computes their
+            attention over each chunk to score its tokens.
+        constraint: makes the constraint of the sequence, when it is admitted.
+        streams: the prompt may exceed the model's context. It then takes no more memory than a prompt that fills the
+            context: fewer of its tokens are kept, and their positions are re-based (`engine.position_rebasing`).
     """
 
     request_id: Hashable
@@ -73,7 +76,7 @@ class Request:
     sampling: SamplingParams
     prefix_tokens: int = 0
     probe_token_ids: Sequence[int] = ()
-    constraint: Callable[[], Any] | None = None
+    constraint: "Callable[[], Constraint] | None" = None
     streams: bool = False
 
     @property
@@ -89,14 +92,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """One row's generation and what it cost.
+    """What was generated for a request, and its cost.
 
     `token_ids` holds every generated token, an end token included; `text` leaves out special tokens, whatever
     follows a stop string, and the bytes of a character that was not finished. Byte counts are of KV cache:
     `kv_full_bytes` what all tokens would take at the model's precision, `kv_kept_bytes` what those kept at the end
     take, `kv_peak_bytes` the pages held, a shared prefix included in both. `prefill_s`, to the first token, and
-    `decode_s`, from there on, are a row's shares of the steps' time, by the tokens that it has in them: the rows of
-    an engine never took longer together than the engine did.
+    `decode_s`, from there on, are the sequence's shares of the steps' time: a step's time is divided among its
+    sequences by the tokens that each has in it, so these times of all sequences add up to the time of all steps. The
+    steps of a shared prefix count as prefill of the sequence that needed it first. `wait_s` is the rest of the time
+    between the engine's taking the request and its end: it waited for room, or others were computed.
     """
 
     request_id: Hashable
@@ -113,6 +118,7 @@ class Result:
     kv_peak_bytes: int
     prefill_s: float
     decode_s: float
+    wait_s: float
 
     @classmethod
     def failed(cls, request: Request, message: str) -> "Result":
@@ -132,6 +138,7 @@ class Result:
             kv_peak_bytes=0,
             prefill_s=0.0,
             decode_s=0.0,
+            wait_s=0.0,
         )
 
 
@@ -142,7 +149,7 @@ class EngineStats:
 
     `kv_allocated_bytes` is all that was allocated, prefill buffers included, `kv_pool_bytes` the pages of it; the
     others are bytes of these pages in use: now, on average over the time of the steps, and at most. Drafted tokens
-    were guessed (`engine.prompt_lookup`), accepted ones guessed right.
+    are draft tokens that were computed (`engine.prompt_lookup`), accepted ones those that were then chosen.
     """
 
     num_rows: int

@@ -10,14 +10,14 @@ from engine.request import SamplingParams
 
 
 def make_random(params: SamplingParams, device: str | torch.device = "cpu") -> torch.Generator | None:
-    """Return the row's own random stream, or None for a greedy row."""
+    """Return the sequence's own random stream, or None for a greedy sequence."""
     if params.temperature == 0:
         return None
     return torch.Generator(device=device).manual_seed(params.seed % (1 << 63))
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the distribution `[V]` a row samples from, given its float32 logits `[V]` and a temperature above 0."""
+    """Return the distribution `[V]` to sample from, given float32 logits `[V]` and a temperature above 0."""
     logits = (logits - logits.max()) / params.temperature  # shifted: a tiny temperature must not overflow
     if 0 < params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
@@ -37,9 +37,9 @@ def sample(
     params: list[SamplingParams],
     randoms: list[torch.Generator | None],
 ) -> list[int | None]:
-    """Return each row's next token, or None where its logits are not numbers.
+    """Return each sequence's next token, or None where its logits are not numbers.
 
-    Greedy takes the lowest of equally likely tokens, as argmax does. A sampling row draws one uniform number from
+    Greedy takes the lowest of equally likely tokens, as argmax does. A sampled sequence draws one uniform number from
     its own stream and inverts the cumulative distribution, so its text does not depend on who shares the step.
     """
     best, tokens = logits.max(-1)

@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Draft:
-    """The last token of a sequence in decode, and draft tokens guessed to follow it."""
+    """The last token of a sequence in decode, and draft tokens after it."""
 
     sequence: Sequence
     draft_tokens: tuple[int, ...]

@@ -1,5 +1,6 @@
-"""One row on its way through the engine. No torch: the cache is held, never looked into."""
+"""One sequence on its way through the engine. No torch: the cache is held, never looked into."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ from engine.request import FinishReason, Request
 
 @dataclass(eq=False)
 class Sequence:
-    """Keep a row's tokens and its three counts.
+    """Keep a sequence's tokens, its three counts and its share of the time.
 
     The counts are equal until compression, which moves `kv_len` alone:
     `num_computed_tokens`, tokens whose KV has been computed or was found in a shared prefix;
@@ -25,11 +26,12 @@ class Sequence:
     cached_prompt_tokens: int = 0
     num_chunks: int = 0
     cache: Any = None  # kvcache.SequenceCache while admitted
-    random: Any = None  # torch.Generator of a row that samples
-    constraint: Any = None  # engine.constraint.Constraint of a row that may not say everything
-    lookup: Any = None  # engine.prompt_lookup.Lookup of a row whose tokens are guessed
+    random: Any = None  # torch.Generator of a sequence that samples
+    constraint: Any = None  # engine.constraint.Constraint of a sequence whose output has a given form
+    lookup: Any = None  # engine.prompt_lookup.Lookup of a sequence that has draft tokens
     finish_reason: FinishReason | None = None
     error_message: str | None = None
+    created_s: float = field(default_factory=lambda: time.perf_counter())
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -60,11 +62,15 @@ class Sequence:
         self.num_computed_tokens = self.position = self.kv_len = num_tokens
 
     def spend(self, seconds: float) -> None:
-        """Count a share of a step that was computed: of the prompt as long as no token is generated."""
+        """Add the sequence's share of a step: to the prompt's time as long as no token is generated."""
         if self.num_generated:
             self.decode_s += seconds
         else:
             self.prefill_s += seconds
+
+    def wait_s(self) -> float:
+        """Return the seconds since the engine took the request that were not spent on this sequence."""
+        return max(0.0, time.perf_counter() - self.created_s - self.prefill_s - self.decode_s)
 
     def advance(self, num_tokens: int) -> None:
         """Count the next `num_tokens` tokens as computed and cached."""

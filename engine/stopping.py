@@ -1,13 +1,13 @@
-"""When a row ends, and why."""
+"""When a sequence ends, and why."""
 
 from collections.abc import Callable, Sequence
 
 from engine.request import FinishReason, SamplingParams
 
-# A loop is called one when the last 128 tokens repeat a cycle of at most 32, so at least four times over.
+# A sequence repeats itself if its last 128 tokens are a cycle of at most 32 tokens: at least four rounds.
 REPEAT_WINDOW = 128
 REPEAT_PERIOD = 32
-# Looking every 16 tokens costs nothing and ends a loop at most 16 tokens late.
+# A look every 16 tokens costs nothing and ends a repetition at most 16 tokens late.
 _REPEAT_INTERVAL = 16
 
 
@@ -17,11 +17,11 @@ def finish_reason(
     end_token_ids: frozenset[int],
     decode: Callable[[Sequence[int]], str],
 ) -> FinishReason | None:
-    """Return why the row ends with the last of its `generated` tokens, or None if it goes on.
+    """Return why the sequence ends with the last of its `generated` tokens, or None if it goes on.
 
     Args:
         end_token_ids: the model's own end tokens.
-        decode: token ids → text, asked only when there are stop strings.
+        decode: token ids → text, called only where there are stop strings.
     """
     last = generated[-1]
     if last in params.stop_token_ids or (last in end_token_ids and not params.ignore_eos):

@@ -13,9 +13,10 @@ from kvbatch.job_file.sections import Job
 from kvbatch.plan.feasibility import check_prompt_columns, check_room
 from kvbatch.progress.display import Progress
 from kvbatch.prompts.chat_template import now
+from kvbatch.run_dir.describe import describe_run
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.fingerprint import RENDERED, Fingerprint, InputHashes, job_fingerprint
-from kvbatch.run_dir.manifest import describe_run, prompt_time
+from kvbatch.run_dir.manifest import Manifest, ModelFacts
 from kvbatch.run_dir.reuse import Reuse, check_model, precision_to_keep, reused_by_default, time_of_last
 from kvbatch.signals import Stopper
 from kvbatch.text import digest
@@ -58,7 +59,7 @@ class OpenedJob:
     sampling: "RowSampling"
     answers: "AnswerForm | None"
     time: datetime
-    described: Mapping[str, Any]
+    described: Manifest
     inputs: InputHashes
 
     @property
@@ -67,8 +68,8 @@ class OpenedJob:
         import torch
 
         found = {
-            "kvbatch": self.described["kvbatch"],
-            "model content": self.model.revision,
+            "kvbatch": self.described.kvbatch,
+            "model content": self.model.files.revision,
             "model dtype": self.model.precision.dtype,
             "tokenizer": self.model.tokenizer_hash,
         }
@@ -77,7 +78,7 @@ class OpenedJob:
             machine={
                 "device": self.model.device,
                 "threads": torch.get_num_threads(),
-                "versions": self.described["versions"],
+                "versions": self.described.versions,
             },
         )
 
@@ -122,34 +123,34 @@ class OpenedJob:
 
         return Planner(self.job, self.long_documents(), memory.budget, **how)
 
-    def manifest(self, memory: "MemoryPlan", reuse: Reuse) -> dict[str, Any]:
+    def manifest(self, memory: "MemoryPlan", reuse: Reuse) -> Manifest:
         """Return what the manifest of a new run or plan says before its rows are planned."""
         model, fingerprint = self.model, self.fingerprint
-        return {
-            **self.described,
-            "prompt_time": self.time.isoformat(),
-            "model": {
-                "path": without_credentials(self.job.model.name),
-                "revision": model.revision,
-                "directory": str(model.path),
-                "architecture": model.config.architecture,
-                "dtype": model.precision.dtype,
-                "weight_quant": self.job.model.weight_quant,
-                "max_context": model.config.max_context,
-                "notes": list(model.notes),
-            },
-            "device": model.device,
-            "precision": asdict(model.precision),
-            "threads": asdict(model.threads),
-            "prefix_tokens": len(self.prompts.prefix_ids),
-            "semantic": fingerprint.semantic,
-            "semantic_hash": digest(fingerprint.semantic),
-            "operational": fingerprint.operational,
-            "operational_hash": digest(fingerprint.operational),
-            "reuse": reuse.to_dict(),
-            "memory_budget_bytes": memory.budget_bytes,
-            "input_sha256": self.inputs.hashes(),
-        }
+        return replace(
+            self.described,
+            prompt_time=self.time.isoformat(),
+            model=ModelFacts(
+                path=without_credentials(self.job.model.name),
+                revision=model.files.revision,
+                directory=str(model.files.directory),
+                architecture=model.config.architecture,
+                dtype=model.precision.dtype,
+                weight_quant=self.job.model.weight_quant,
+                max_context=model.config.max_context,
+                notes=model.files.notes,
+            ),
+            device=model.device,
+            precision=asdict(model.precision),
+            threads=asdict(model.threads),
+            prefix_tokens=len(self.prompts.prefix_ids),
+            semantic=dict(fingerprint.semantic),
+            semantic_hash=digest(fingerprint.semantic),
+            operational=dict(fingerprint.operational),
+            operational_hash=digest(fingerprint.operational),
+            reuse=reuse.to_dict(),
+            memory_budget_bytes=memory.budget_bytes,
+            input_sha256=self.inputs.hashes(),
+        )
 
 
 def open_job(
@@ -184,14 +185,14 @@ def open_job(
 
     corpus.check()
     model = open_model(job.model, job.engine, job.cache.policy, kept=kept)
-    for note in model.notes:
+    for note in model.files.notes:
         progress.note(f"warning: model {job.model.name}: {note}")
-    time = (earlier and prompt_time(earlier.read_manifest())) or now()
+    time = (earlier and earlier.read_manifest().time) or now()
     sampling = RowSampling(job.generation, model.tokenizer)
     answers = answer_form(job.generation, model)
     chat = chat_template(model.tokenizer, job, time)
     prompts = prompt_builder(model.tokenizer, job, chat, PieceTokenizer(model.tokenizer))
-    described = describe_run(job, corpus.files) | {"skipped": by_reason(corpus.skipped)}
+    described = replace(describe_run(job, corpus.files), skipped=by_reason(corpus.skipped))
     inputs = InputHashes(corpus.files)
     opened = OpenedJob(job, corpus, model, prompts, chat, sampling, answers, time, described, inputs)
     check_room(job, prompts, model.config.max_context)
@@ -260,7 +261,7 @@ def choose_rows(
     time = now()
     if reuse:
         check_model(reuse, opened.fingerprint.semantic)
-        opened = opened.at(prompt_time(reuse.directories[0].read_manifest()) or time)
+        opened = opened.at(reuse.directories[0].read_manifest().time or time)
     elif opened.job.input.incremental and not new_run:
         opened = opened.at(time_of_last(opened.job, opened.fingerprint.semantic) or time)
         reuse = reused_by_default(opened.job, opened.fingerprint.semantic)
@@ -317,13 +318,14 @@ def make_plan(
     """Plan the corpus into a directory and keep the plan in its manifest; arguments and errors as `write_plan`."""
     plan, files = write_plan(opened, memory, run, progress, known_tokens)
     manifest = run.read_manifest()
-    planned = {
-        "plan": asdict(plan),
-        "num_rows": plan.num_rows,
-        "left_out": opened.corpus.num_left_out,
-        "text_sha256": plan.text_hashes,
-        "predicted_kv_peak_bytes": plan.predicted_kv_peak_bytes,
-        "files": manifest.get("files", {}) | files,
-    }
-    run.write_manifest(manifest | planned)
+    planned = replace(
+        manifest,
+        plan=plan,
+        num_rows=plan.num_rows,
+        left_out=opened.corpus.num_left_out,
+        text_sha256=plan.text_hashes,
+        predicted_kv_peak_bytes=plan.predicted_kv_peak_bytes,
+        files=manifest.files | files,
+    )
+    run.write_manifest(planned)
     return plan

@@ -1,12 +1,14 @@
 """The cache policy of a run: one object, checked when it is made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from kvcache.scorers.registry import SCORERS
 
 METHODS = ("none", "sparse", "quant", "sparse+quant")
-BITS = (16, 8, 4, 3, 2)
+# Of a key's or value's elements, 16 for the model's precision; each width has its packing in `kvcache.quantize.codes`.
+BITS: tuple[int, ...] = (16, 8, 4, 3, 2)
 BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
 
@@ -21,32 +23,32 @@ class Tier:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """Say how keys and values are kept.
+    """How keys and values are kept.
 
     Args:
         compress_method: `none` keeps every token at the model's precision, `sparse` drops the least important,
-            `quant` keeps history at fewer bits, `sparse+quant` does both.
+            `quant` keeps all but the newest at fewer bits, `sparse+quant` does both.
         keep_ratio: share of a prompt's tokens that are kept, the tail among them, sinks and recent window aside.
         quant_bits: 16, 8, 4 or 3 for keys and values alike, or a pair (keys, values).
-        tiers: shares of tokens at bits of their own, best scores first; where given, `keep_ratio` and `quant_bits`
-            mean nothing.
+        tiers: shares of tokens, each with its own bits, best scores first; `keep_ratio` and `quant_bits` are ignored if
+            they are given.
         warmup_tokens: first tokens kept whole (attention sinks).
-        recent_tokens: newest tokens kept whole, of a prompt as far as `delay` chunks hold them.
-        tail_tokens: tokens before these at the prompt's end of which none is dropped, since what most heads look at is
-            near; as far as `delay` chunks hold them, and at most half of what is kept.
-        chunk_size: tokens judged at once.
-        delay: whole chunks that must follow before a chunk is judged.
-        scorer: what makes a token important (`kvcache.scorers.registry`).
-        probe: let the question's tokens attend to each chunk before it is judged, where the question is known.
-        budget: how places are shared out (`kvcache.compress.allocation`).
-        floor_ratio: part of the uniform share below which no lane falls.
+        recent_tokens: newest tokens kept whole; of a prompt, at most as many as `delay` chunks hold.
+        tail_tokens: tokens before the recent ones at the prompt's end, of which none is dropped, since most heads
+            attend to near tokens; at most as many as `delay` chunks hold, and at most half of the tokens kept.
+        chunk_size: tokens scored and compressed at once.
+        delay: whole chunks that must follow a chunk before it is compressed.
+        scorer: which tokens score highest and are kept (`kvcache.scorers.registry`).
+        probe: let the question's tokens attend to each chunk before it is compressed, where the question is known.
+        budget: how the number of kept tokens is divided among lanes (`kvcache.compress.allocation`).
+        floor_ratio: fraction of the uniform share that every lane keeps at least.
         layer_budget: for budget `layered`, one weight per layer.
-        streaming: judge chunk by chunk; otherwise once, at the end of the prompt.
-        whole_dtype: of tokens kept whole, in a full cache all of them: `model` or `bfloat16`.
-        compensate: choose a quantized page's codes so that their errors make up for each other in what queries and the
-            output projection see of them (`error_compensation`); otherwise each number is rounded for itself.
-        overlap: compress chunks of a prompt while the model goes on with the next; each lies whole in its prefill
-            buffer for one chunk longer, so what is generated may differ. None is as False.
+        streaming: compress chunk by chunk; otherwise once, at the end of the prompt.
+        whole_dtype: of tokens kept whole, in a full cache all tokens: `model` or `bfloat16`.
+        compensate: choose a quantized page's codes so that their errors cancel in attention scores and in the output
+            projection (`error_compensation`); otherwise each number is rounded on its own.
+        overlap: compress a chunk while the model reads the next one. Each chunk stays in its prefill buffer for one
+            chunk longer, so the generated text may differ. None is as False.
         page_tokens: slots of a page when nothing is compressed.
 
     Raises:
@@ -89,7 +91,7 @@ class KVCacheConfig:
 
     @property
     def resolved_tiers(self) -> tuple[Tier, ...]:
-        """The tiers, or the one that keep_ratio and quant_bits amount to."""
+        """The tiers, or the single tier of keep_ratio and quant_bits."""
         return self.tiers or (Tier(self.keep_ratio, *self.bits),)
 
     @property
@@ -99,13 +101,13 @@ class KVCacheConfig:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it must be known what each lane of the model needs."""
-        return self.judges and self.budget == "calibrated"
+        """Whether the model's lanes must be calibrated (`kvcache.compress.lane_shares`)."""
+        return self.needs_scores and self.budget == "calibrated"
 
     @property
     def can_stream(self) -> bool:
         """Whether a prompt of any length can be read in the memory of a short one."""
-        return self.compresses and self.judges and self.streaming
+        return self.compresses and self.needs_scores and self.streaming
 
     @property
     def quantizes(self) -> bool:
@@ -114,12 +116,12 @@ class KVCacheConfig:
 
     @property
     def compensates(self) -> bool:
-        """Whether there are errors to be made up for."""
+        """Whether quantized pages compensate their errors."""
         return self.compensate and self.quantizes
 
     @property
-    def judges(self) -> bool:
-        """Whether some tokens fare better than others, so that they need scores."""
+    def needs_scores(self) -> bool:
+        """Whether tokens are kept differently, so that they need scores."""
         return len(self.resolved_tiers) > 1 or self.resolved_tiers[0].ratio < 1
 
     @classmethod
@@ -162,7 +164,8 @@ class KVCacheConfig:
                 values[name] = tuple(values[name])
         return replace(base, **values)
 
-    def _checks(self):
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """Yield for each rule whether it holds and what to say if it does not."""
         method, ratio = self.compress_method, self.keep_ratio
         yield method in METHODS, f"compress_method {method!r} is not known; use one of {', '.join(METHODS)}"
         yield 0 < ratio <= 1, f"keep_ratio must be in (0, 1], not {ratio}"
@@ -229,10 +232,10 @@ PRESETS = {
     "none": KVCacheConfig(),
     "dialogue": _preset(keep_ratio=0.5, quant_bits=8, delay=4),
     "logs": _preset(keep_ratio=0.3, quant_bits=4, delay=4, recent_tokens=96),
-    # with so few places, what the question looks at must win them in any lane
+    # so few tokens are kept that the question's tokens must be able to win places in any lane
     "extract": _preset(keep_ratio=0.1, quant_bits=4, delay=4, budget="global"),
-    # nothing is dropped: at a quarter of the bytes fewer bits cost less than fewer tokens; a prefill buffer of two
-    # chunks is small enough for larger ones, which take less time
+    # nothing is dropped: at a quarter of the bytes, fewer bits cost less quality than fewer tokens. A prefill buffer of
+    # two chunks is small, so chunks can be larger, which takes less time
     "default": _preset(
         quant_bits=4, recent_tokens=48, chunk_size=512, tiers=(Tier(0.3, 4, 4), Tier(0.7, 3, 2))
     ),

@@ -192,7 +192,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--max-sequences", type=int, default=64, help="most rows at once (default 64)")
     p.add_argument("--memory", default="4GiB", help='for keys and values: "4GiB", "60%%" (default 4GiB)')
     p.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    p.add_argument("--no-prompt-lookup", action="store_true", help="guess nothing in the tail")
+    p.add_argument("--no-prompt-lookup", action="store_true", help="no draft tokens")
     p.add_argument("--peer", choices=("transformers",), help="measure this library instead")
     p.add_argument("--out", type=Path, help="write the generated token ids here")
     args = p.parse_args(argv)

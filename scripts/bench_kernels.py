@@ -30,6 +30,7 @@ from kvcache.kernels import reference
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.page_tokens import PageTokens
+from kvcache.kernels.protocol import PrefillOptions
 from kvcache.quantize.pages import quantize_pages
 from kvcache.sizes.page_format import PageFormat
 
@@ -155,7 +156,7 @@ class Bench:
             f"prefill, prompt of {self.tokens:,}",
             self._attention_flop(self.tokens * (self.tokens + 1) / 2),
             lambda: ops.prefill_attention(
-                q, None, keys, values, scale=self.dim**-0.5, num_threads=self.threads
+                q, None, keys, values, PrefillOptions(self.dim**-0.5, num_threads=self.threads)
             ),
             lambda: scaled_dot_product_attention(q.transpose(0, 1)[None], *dense, is_causal=True),
         )
@@ -176,7 +177,7 @@ class Bench:
             f"prefill, {self.chunk} behind {name}",
             self._attention_flop(self.chunk * (past + (self.chunk + 1) / 2)),
             lambda: ops.prefill_attention(
-                q, table, keys, values, scale=self.dim**-0.5, rounds=rounds, num_threads=self.threads
+                q, table, keys, values, PrefillOptions(self.dim**-0.5, rounds, self.threads)
             ),
             lambda: scaled_dot_product_attention(q.transpose(0, 1)[None], *dense),
         )

@@ -22,7 +22,7 @@ from kvbatch.prompts.builder import PromptBuilder
 def prompts_of(job_file: Path, num_prompts: int, max_new_tokens: int) -> tuple[Path, list[dict[str, Any]]]:
     """Return the directory of a job's model, and prompts of documents drawn from its input."""
     job = load_job(job_file)
-    model = open_model(job.model, job.engine)
+    model = open_model(job.model, job.engine, job.cache.policy)
     documents = [document for document in Corpus(input_spec(job)).documents() if document.text]
     drawn = random.Random(7).sample(documents, min(num_prompts, len(documents)))
     builder = PromptBuilder(model.tokenizer, job.prompt)
@@ -34,7 +34,7 @@ def prompts_of(job_file: Path, num_prompts: int, max_new_tokens: int) -> tuple[P
         for document, prompt in zip(drawn, prompts, strict=True)
         if prompt.runs
     ]
-    return model.path, rows
+    return model.files.directory, rows
 
 
 def main() -> None:

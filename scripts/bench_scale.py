@@ -67,6 +67,7 @@ class NullEngine:
             kv_peak_bytes=1,
             prefill_s=0.0,
             decode_s=0.0,
+            wait_s=0.0,
         )
 
     def stats(self) -> EngineStats:
@@ -166,8 +167,10 @@ def tokenize(folder: Path, model: str) -> tuple[float, float]:
     """Give the same texts to the model's tokenizer alone; return its wall and CPU seconds."""
     from kvbatch.job_file.sections import EngineSection, ModelSection
     from kvbatch.model.handle import open_model
+    from kvcache.config import KVCacheConfig
 
-    tokenizer = open_model(ModelSection(path=model), EngineSection(device="cpu")).tokenizer.backend_tokenizer
+    opened = open_model(ModelSection(path=model), EngineSection(device="cpu"), KVCacheConfig())
+    tokenizer = opened.tokenizer.backend_tokenizer
     wall_s = cpu_s = 0.0
     for file in sorted(folder.glob("*.jsonl")):
         with open(file, encoding="utf-8") as lines:

@@ -18,21 +18,21 @@ from engine.models import Decoder, load_model
 from engine.models.basis import PLAIN, ROTATED
 from kvbatch.model.handle import resolve_dtype
 from kvbatch.model.source import resolve_model
+from kvcache.kernels.protocol import PrefillOptions
 from kvcache.kernels.registry import kernels_for
-from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
+from kvcache.sizes.page_format import PageFormat
 
 
 @torch.inference_mode()
 def negative_log_likelihood(model: Decoder, tokens: Tensor) -> float:
     """Return the sum over a window's tokens but the first, in nats."""
-    page = PageFormat(WHOLE_BITS, WHOLE_BITS, 16, model.config.head_dim, model.dtype.itemsize)
-    kernels, scale = kernels_for(model.device, page), model.config.head_dim**-0.5
+    head_dim = model.config.head_dim
+    kernels = kernels_for(model.device, PageFormat(16, 16, 16, head_dim))
+    options = PrefillOptions(head_dim**-0.5, num_threads=torch.get_num_threads())
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        out = kernels.prefill_attention(
-            q, None, keys, values, scale=scale, num_threads=torch.get_num_threads()
-        )
+        out = kernels.prefill_attention(q, None, keys, values, options)
         return out[0].to(q.dtype)
 
     hidden = model.forward(tokens, torch.arange(len(tokens)), attend)[:-1]

@@ -35,10 +35,10 @@ HOUSE: dict[str, dict[str, str]] = {
     "engine": {
         "errors": BELOW,
         "config": BELOW,
+        "constraint": BELOW,
         "request": BELOW,
         "sampling": BELOW,
         "stopping": BELOW,
-        "constraint": BELOW,
         "detokenizer": BELOW,
         "sequence": BELOW,
         "scheduler": BELOW,
@@ -94,7 +94,6 @@ KNOWN_LONG_FILES = {
     "kvcache/kernels/cpu/ops.py",
 }
 KNOWN_WIDE_FUNCTIONS = {
-    "engine/kernels/reference.py: rotate",
     "kvbatch/prompts/split.py: _part_end",
     "kvcache/kernels/protocol.py: prefill_attention",
     "kvcache/kernels/protocol.py: prefill_attention_pool",

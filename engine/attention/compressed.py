@@ -6,7 +6,6 @@ that needs all attention probabilities gets them from torch, which attends to th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.cpu import flash
 from kvcache.kernels.page_table import PageTable
+from kvcache.kernels.protocol import PageKernels, PrefillOptions
 from kvcache.pages.prefill_buffer import PrefillBuffer
 from kvcache.scorers.base import Observation, Scorer
 from kvcache.scorers.probe import raise_by_probes
@@ -33,7 +33,7 @@ class LayerPages:
         rounds: kernels may round keys and values (`prefill_attention`), since pages hold them with fewer bits.
     """
 
-    kernels: ModuleType
+    kernels: PageKernels
     table: PageTable
     workspace: Callable[[int], tuple[Tensor, Tensor]]
     rounds: bool
@@ -64,11 +64,9 @@ class LayerPages:
             self.table,
             keys,
             values,
-            scale=q.shape[2] ** -0.5,
+            PrefillOptions(q.shape[2] ** -0.5, self.rounds, torch.get_num_threads()),
             distance=distance,
             out=out,
-            rounds=self.rounds,
-            num_threads=torch.get_num_threads(),
         )[2]
 
 
@@ -147,12 +145,14 @@ def _attend_scored(
     scorer: Scorer | None,
 ) -> None:
     """Attend causally to explicit keys and to all pages, and update the scores of the explicit keys."""
-    if scorer is not None and scorer.needs_weights:
+    if scorer is not None and scorer.needs_weights and not scorer.scored_by_kernels:
         attended, queries, weights = _attend(q, keys, values, pages.lanes())
         out.copy_(attended)
         scorer.update(scores, Observation(layer, queries, keys, values, weights))
         return
-    largest = pages.attend(q, keys, values, out, scorer.distance if scorer and scorer.kernel_maxima else None)
+    largest = pages.attend(
+        q, keys, values, out, scorer.distance if scorer and scorer.scored_by_kernels else None
+    )
     if largest is not None:
         torch.maximum(scores, largest, out=scores)
     elif scorer is not None:

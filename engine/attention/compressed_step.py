@@ -50,7 +50,7 @@ class CompressedAttention:
 
     def __init__(self, layout: CompressedLayout, blocks: BlockPool, whole_dtype: torch.dtype) -> None:
         self._layout, self._slab = layout, blocks.slab
-        self._kernels = kernels_for(blocks.slab.device, *layout.formats)
+        self._kernels = kernels_for(blocks.slab.device, layout.whole, *layout.tiers)
         self._drops = layout.config.drops
         self._rounds = layout.config.quantizes or whole_dtype == torch.bfloat16
         self._buffer: Tensor | None = None

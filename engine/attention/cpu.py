@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import Decode
 from kvcache.kernels.page_table import BlockTables
-from kvcache.kernels.protocol import PageKernels
+from kvcache.kernels.protocol import PrefillOptions
 from kvcache.kernels.registry import compiled_kernels
 from kvcache.sequence.full import SequenceCache
 
@@ -23,7 +23,7 @@ class CPUAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: SequenceCache
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.prefill`; compiled kernels read the chunk's keys and values from the pages."""
-        kernels = _compiled(cache)
+        kernels = compiled_kernels(q.device, cache.pool.layout)
         if kernels is None:
             return attend_in_parts(layer, q, k, v, cache)
         return kernels.prefill_attention_pool(
@@ -32,15 +32,17 @@ class CPUAttention:
             cache.pool.values,
             cache.pages[layer],
             cache.lengths[layer],
-            scale=q.shape[2] ** -0.5,
-            rounds=cache.pool.keys.dtype == torch.bfloat16,  # whose numbers have 8 bits
-            num_threads=torch.get_num_threads(),
+            PrefillOptions(
+                q.shape[2] ** -0.5,
+                rounds=cache.pool.keys.dtype == torch.bfloat16,  # whose numbers have 8 bits
+                num_threads=torch.get_num_threads(),
+            ),
         )
 
     def open_decode(self, caches: Sequence[SequenceCache]) -> Decode:
         pool = caches[0].pool
         dim = pool.keys.shape[2]
-        kernels = _compiled(caches[0])
+        kernels = compiled_kernels(pool.keys.device, pool.layout)
         if kernels is None:
             return lambda layer, q: _decode(layer, q, caches)
         lengths = torch.stack([cache.lengths for cache in caches]) + 1
@@ -57,12 +59,6 @@ class CPUAttention:
             )[:2]
 
         return decode
-
-
-def _compiled(cache: SequenceCache) -> PageKernels | None:
-    """Return the compiled kernels, if they read the pages of a cache."""
-    kernels = compiled_kernels("cpu")
-    return kernels if kernels and kernels.supports(cache.pool.layout.page_format) else None
 
 
 def attend_in_parts(

@@ -23,7 +23,7 @@ class Scoring:
 
     def __init__(self, layout: CompressedLayout, config: EngineConfig, model: Decoder) -> None:
         policy = config.cache
-        self.scorer = get_scorer(policy.scorer) if policy.judges else None
+        self.scorer = get_scorer(policy.scorer) if policy.needs_scores else None
         self.reconstructs = self.scorer is not None and self.scorer.reconstructs
         self.prompt_scorer = None if self.reconstructs else self.scorer
         self._probes = policy.probe

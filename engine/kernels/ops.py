@@ -4,7 +4,6 @@ Checks what the kernels take on trust: dtypes, contiguity, shapes. Only to be ca
 """
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
@@ -12,31 +11,113 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
-from kvcache.kernels.cpu import build
+from engine.kernels.reference import HeadNorms
+from kvcache.kernels.cpu.c_interface import FLOAT, INT, LONG, POINTER, CInterface
 
-_HERE = Path(__file__).parent
 _DTYPES = (torch.float32, torch.bfloat16)
-_SIGNATURES = {
-    "kvb_rms_norm": "ipplifpppi",
-    "kvb_silu_mul": "iplipppi",
-    "kvb_quantize_rows": "iplippi",
-    "kvb_rotate": "iplliiippppfii",
-    "kvb_int8_product": "ippppppliipii",
-    "kvb_float_product": "ipppliipii",
-    "kvb_before_attention": "ppplpppi",
-    "kvb_after_attention": "ppplppi",
-}
+LAYER_KERNELS = CInterface(
+    {
+        "kvb_rms_norm": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "weight": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "eps": FLOAT,
+            "out": POINTER,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_silu_mul": {
+            "is_bf16": INT,
+            "gate_up": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "out": POINTER,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_quantize_rows": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "num_rows": LONG,
+            "width": INT,
+            "codes": POINTER,
+            "scales": POINTER,
+            "threads": INT,
+        },
+        "kvb_rotate": {
+            "is_bf16": INT,
+            "x": POINTER,
+            "stride": LONG,
+            "num_rows": LONG,
+            "num_q": INT,
+            "num_k": INT,
+            "dim": INT,
+            "cos": POINTER,
+            "sin": POINTER,
+            "q_norm": POINTER,
+            "k_norm": POINTER,
+            "eps": FLOAT,
+            "spread": INT,
+            "threads": INT,
+        },
+        "kvb_int8_product": {
+            "is_bf16": INT,
+            "codes": POINTER,
+            "scales": POINTER,
+            "panels": POINTER,
+            "weight_scales": POINTER,
+            "starts": POINTER,
+            "bias": POINTER,
+            "num_rows": LONG,
+            "depth": INT,
+            "width": INT,
+            "out": POINTER,
+            "adds": INT,
+            "threads": INT,
+        },
+        "kvb_float_product": {
+            "types": INT,
+            "x": POINTER,
+            "panels": POINTER,
+            "bias": POINTER,
+            "num_rows": LONG,
+            "depth": INT,
+            "width": INT,
+            "out": POINTER,
+            "adds": INT,
+            "threads": INT,
+        },
+        "kvb_before_attention": {
+            "model": POINTER,
+            "layer": POINTER,
+            "room": POINTER,
+            "num_rows": LONG,
+            "hidden": POINTER,
+            "cos": POINTER,
+            "sin": POINTER,
+            "threads": INT,
+        },
+        "kvb_after_attention": {
+            "model": POINTER,
+            "layer": POINTER,
+            "room": POINTER,
+            "num_rows": LONG,
+            "hidden": POINTER,
+            "attended": POINTER,
+            "threads": INT,
+        },
+    },
+    Path(__file__).parent,
+)
 
 
 def library() -> ctypes.CDLL | None:
     """Return the kernels, or None where they cannot be compiled."""
-    found = build.library(_HERE)
-    return found and _declared(found)
-
-
-@functools.cache
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    return build.declare(found, _SIGNATURES)
+    return LAYER_KERNELS.library()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> None:
@@ -45,7 +126,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | Int8Rows) -> N
     _check(weight, (x.dtype,))
     num_rows, width = x.shape
     assert weight.shape == (width,) and width % 8 == 0
-    library().kvb_rms_norm(
+    _functions().kvb_rms_norm(
         _is_bf16(x), _at(x), _at(weight), num_rows, width, eps, *_rows(out, x), torch.get_num_threads()
     )
 
@@ -56,7 +137,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | Int8Rows) -> None:
     up = gate_up[:, gate_up.shape[1] // 2 :]
     num_rows, width = up.shape
     assert gate_up.shape[1] == 2 * width and width % 8 == 0
-    library().kvb_silu_mul(
+    _functions().kvb_silu_mul(
         _is_bf16(up), _at(gate_up), num_rows, width, *_rows(out, up), torch.get_num_threads()
     )
 
@@ -66,7 +147,7 @@ def quantize_rows(x: Tensor, out: Int8Rows) -> None:
     _check(x, _DTYPES)
     num_rows, width = x.shape
     assert width % 8 == 0
-    library().kvb_quantize_rows(
+    _functions().kvb_quantize_rows(
         _is_bf16(x), _at(x), num_rows, width, *_rows(out, x)[1:], torch.get_num_threads()
     )
 
@@ -78,9 +159,7 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms | None = None,
     turn: Tensor | None = None,
 ) -> None:
     """See `reference.rotate`."""
@@ -90,12 +169,13 @@ def rotate(
     for table in (cos, sin):
         _check(table, (torch.float32,))
         assert table.shape == (num_tokens, dim // 2)
+    q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
     for weight in (q_norm, k_norm):
         if weight is not None:
             _check(weight, (qkv.dtype,))
             assert weight.shape == (dim,)
     is_hadamard = dim & (dim - 1) == 0
-    library().kvb_rotate(
+    _functions().kvb_rotate(
         _is_bf16(qkv),
         _at(qkv),
         num_heads * dim,
@@ -115,7 +195,7 @@ def rotate(
 
 def float_panel() -> int:
     """See `reference.float_panel`."""
-    return library().kvb_float_panel()
+    return _functions().kvb_float_panel()
 
 
 def float_product(
@@ -131,7 +211,7 @@ def float_product(
     if bias is not None:
         _check(bias, (torch.float32,))
         assert bias.shape == (width,)
-    library().kvb_float_product(
+    _functions().kvb_float_product(
         _is_bf16(x) + 2 * _is_bf16(weight.panels) + 4 * _is_bf16(out),
         *map(_at, (x, weight.panels, bias)),
         num_rows,
@@ -145,12 +225,12 @@ def float_product(
 
 def int8_panel() -> int:
     """See `reference.int8_panel`."""
-    return library().kvb_int8_panel()
+    return _functions().kvb_int8_panel()
 
 
 def int8_group() -> int:
     """See `reference.int8_group`."""
-    return library().kvb_int8_group()
+    return _functions().kvb_int8_group()
 
 
 def int8_product(
@@ -164,7 +244,7 @@ def int8_product(
     if bias is not None:
         _check(bias, (torch.float32,))
         assert bias.shape == (weight.width,)
-    library().kvb_int8_product(
+    _functions().kvb_int8_product(
         _is_bf16(out),
         *map(_at, (x.codes, x.scales, weight.codes, weight.scales, weight.starts, bias)),
         num_rows,
@@ -174,6 +254,12 @@ def int8_product(
         adds,
         torch.get_num_threads(),
     )
+
+
+def _functions() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "the kernels are not compiled"
+    return found
 
 
 def _rows(out: Tensor | Int8Rows, like: Tensor) -> tuple[int | None, int | None, int | None]:

@@ -25,7 +25,9 @@ class PackedWeight:
         """Return one without numbers; the depth of bfloat16 is even."""
         group = 2 if dtype == torch.bfloat16 else 1
         assert depth % group == 0
-        panels = in_huge_pages(torch.empty(-(-width // panel), depth // group, panel, group, dtype=dtype))
+        panels = in_huge_pages(
+            torch.empty(-(-width // panel), depth // group, panel, group, dtype=dtype, device="cpu")
+        )
         panels[width // panel :].zero_()
         return cls(panels, width)
 
@@ -61,6 +63,6 @@ class PackedWeight:
 
 def pack_weight(weight: Tensor, panel: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
     """Copy a matrix `[width, depth]` into panels."""
-    packed = PackedWeight.empty(*weight.shape, panel, dtype)
+    packed = PackedWeight.empty(weight.shape[0], weight.shape[1], panel, dtype)
     packed.put(0, weight)
     return packed

@@ -3,6 +3,8 @@
 Everything is computed in float32 and rounded once, whatever the tensors' type.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +42,15 @@ def quantize_rows(
     _put(x, out)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of query and key heads; None: those heads are not normalized."""
+
+    q: Tensor | None  # [D]
+    k: Tensor | None  # [D]
+    eps: float
+
+
 def rotate(
     qkv: Tensor,  # [T, heads, D], query heads, key heads, others
     num_q: int,
@@ -47,17 +58,17 @@ def rotate(
     cos: Tensor,  # float32 [T, D / 2]
     sin: Tensor,  # float32 [T, D / 2]
     *,
-    q_norm: Tensor | None = None,  # [D]
-    k_norm: Tensor | None = None,  # [D]
-    eps: float = 0.0,
+    norms: HeadNorms | None = None,
     turn: Tensor | None = None,  # float32 [D, D], `kvcache.quantize.pages.rotation`
 ) -> None:
-    """Norm query and key heads where there are weights, rotate them by position, and then by `turn`; in place."""
+    """Normalize query and key heads, rotate them by position, and then by `turn`; in place."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    for part, weight in ((qkv[:, :num_q], q_norm), (qkv[:, num_q : num_q + num_k], k_norm)):
+    parts = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
+    weights = (norms.q, norms.k) if norms else (None, None)
+    for part, weight in zip(parts, weights, strict=True):
         x = part.float()
-        if weight is not None:
-            x = F.rms_norm(x, weight.shape, weight.float(), eps)
+        if norms and weight is not None:
+            x = F.rms_norm(x, weight.shape, weight.float(), norms.eps)
         first, second = x.chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
         part.copy_(x if turn is None else x @ turn)

@@ -43,7 +43,7 @@ def _torch_is_far_faster() -> bool:
     """Tell, by some hundredths of a second of both, whether torch multiplies bfloat16 by other units, such as AMX."""
     from engine.kernels import ops
 
-    x, weight = torch.ones(128, 576, dtype=torch.bfloat16), torch.ones(1536, 576, dtype=torch.bfloat16)
+    x, weight = (torch.ones(rows, 576, dtype=torch.bfloat16, device="cpu") for rows in (128, 1536))
     packed, out = pack_weight(weight, ops.float_panel(), weight.dtype), x.new_empty(128, 1536)
     ours, theirs = _best_times(
         lambda: ops.float_product(x, packed, out), lambda: torch.mm(x, weight.t(), out=out)

@@ -78,6 +78,7 @@ class CompiledPasses:
         self._room, self._num_rows = ctypes.byref(_Room()), 0
         self._qkv: tuple[Tensor, ...] = ()
         library = ops.library()
+        assert library is not None, "the kernels are not compiled"
         self._before, self._after = library.kvb_before_attention, library.kvb_after_attention
 
     def before_attention(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +124,7 @@ class CompiledPasses:
         if num_rows > self._num_rows:
             self._tensors, self._qkv = {}, ()  # the smaller room goes first
             self._tensors = {
-                name: torch.empty(num_rows, width, dtype=dtype)
+                name: torch.empty(num_rows, width, dtype=dtype, device="cpu")
                 for name, (width, dtype) in self._widths.items()
             }
             self._room = ctypes.byref(_Room(*map(_at, self._tensors.values())))
@@ -158,9 +159,11 @@ def _matrix(projection: Projection) -> _Matrix:
     weight, bias = projection.weight, projection.bias
     width, depth = weight.shape
     assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and len(bias) == width)
+    parts: tuple[Tensor | None, ...]
     if isinstance(weight, Int8Weight):
         parts, kind = (weight.codes, weight.scales, weight.starts), 2
     else:
+        assert isinstance(weight, PackedWeight)
         parts, kind = (weight.panels, None, None), int(weight.panels.dtype == torch.bfloat16)
     assert all(part is None or part.is_contiguous() for part in parts)
     return _Matrix(*map(_at, (*parts, bias)), kind, depth, width)

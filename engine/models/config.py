@@ -10,13 +10,26 @@ from engine.errors import ModelError, UnsupportedModelError
 from engine.model_files import read_json
 from engine.models.rope import RopeConfig, rope_config, rope_context, rope_parameters
 
-# architecture -> (qkv bias, output bias, mlp bias, qk-norm); a string names the config field that decides
-ARCHITECTURES: dict[str, tuple[str | bool, str | bool, str | bool, bool]] = {
-    "LlamaForCausalLM": ("attention_bias", "attention_bias", "mlp_bias", False),
-    "MistralForCausalLM": (False, False, False, False),
-    "Qwen2ForCausalLM": (True, False, False, False),
-    "Qwen3ForCausalLM": ("attention_bias", "attention_bias", False, True),
+
+@dataclass(frozen=True)
+class Architecture:
+    """What tells a decoder from the others; a string names the field of its config.json that decides."""
+
+    qkv_bias: str | bool = False
+    output_bias: str | bool = False
+    mlp_bias: str | bool = False
+    qk_norm: bool = False
+
+
+# By the `model_type` of config.json; a GGUF calls them the same.
+_BY_TYPE = {
+    "llama": ("LlamaForCausalLM", Architecture("attention_bias", "attention_bias", "mlp_bias")),
+    "mistral": ("MistralForCausalLM", Architecture()),
+    "qwen2": ("Qwen2ForCausalLM", Architecture(qkv_bias=True)),
+    "qwen3": ("Qwen3ForCausalLM", Architecture("attention_bias", "attention_bias", qk_norm=True)),
 }
+ARCHITECTURES: dict[str, Architecture] = dict(_BY_TYPE.values())
+NAME_BY_TYPE: dict[str, str] = {model_type: name for model_type, (name, _) in _BY_TYPE.items()}
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class ModelConfig:
                 f"config.json: {num_heads} heads cannot share {num_kv_heads} key/value heads evenly"
             )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        qkv_bias, output_bias, mlp_bias, qk_norm = ARCHITECTURES[architecture]
+        traits = ARCHITECTURES[architecture]
         context = _context(config, rope_context(config, parameters), max_context)
         return cls(
             architecture=architecture,
@@ -87,25 +100,24 @@ class ModelConfig:
             norm_eps=config.rms_norm_eps,
             max_context=context,
             tie_embeddings=bool(config.tie_word_embeddings),
-            qkv_bias=_flag(config, qkv_bias),
-            output_bias=_flag(config, output_bias),
-            mlp_bias=_flag(config, mlp_bias),
-            qk_norm=qk_norm,
+            qkv_bias=_flag(config, traits.qkv_bias),
+            output_bias=_flag(config, traits.output_bias),
+            mlp_bias=_flag(config, traits.mlp_bias),
+            qk_norm=traits.qk_norm,
             rope=rope_config(config, parameters, head_dim),
             eos_token_ids=_eos_token_ids(path, config),
         )
 
 
 def _architecture(path: Path) -> str:
-    # Judged before transformers sees the directory, so that an unknown model gets our answer, with its name.
+    # Checked before transformers reads the directory, so that the message for an unknown model is ours.
     raw = read_json(path / "config.json")
     names = raw.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
             return name
-    by_type = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
-    if not names and raw.get("model_type") in by_type:
-        return by_type[raw["model_type"]]
+    if not names and raw.get("model_type") in NAME_BY_TYPE:
+        return NAME_BY_TYPE[raw["model_type"]]
     asked = ", ".join(map(str, names)) or raw.get("model_type") or "not named in config.json"
     raise UnsupportedModelError(
         f"architecture {asked} is not supported; supported: {', '.join(ARCHITECTURES)} ({path})"
@@ -132,8 +144,8 @@ def _context(config: Any, limit: int, wanted: int | None) -> int:
     context = wanted or limit
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)  # none: every layer slides
-    slides = window is not None and (layer_types is None or "sliding_attention" in layer_types)
-    if slides and context > window:
+    slides = layer_types is None or "sliding_attention" in layer_types
+    if slides and window is not None and context > window:
         raise UnsupportedModelError(
             f"sliding window attention (window {window}, context {context}) is not supported; "
             f"set model.max_context to {window} or less"

@@ -99,8 +99,10 @@ class Decoder:
         config = self.config
         cos, sin = self._cos[positions], self._sin[positions]  # [T, D / 2]
         embedding = self._weights.embedding
-        is_packed = isinstance(embedding, PackedWeight)
-        hidden = embedding.rows(token_ids).to(self.dtype) if is_packed else embedding[token_ids]
+        if isinstance(embedding, PackedWeight):
+            hidden = embedding.rows(token_ids).to(self.dtype)
+        else:
+            hidden = embedding[token_ids]
         for index in range(config.num_layers):
             q, k, v = self._passes.before_attention(index, hidden, cos, sin)
             attended = attend(index, q, k, v).flatten(1)
@@ -121,7 +123,7 @@ class Decoder:
         head = self._weights.head
         if isinstance(head, Tensor):
             return F.linear(hidden, head).float()
-        out = torch.empty(len(hidden), head.shape[0])
+        out = torch.empty(len(hidden), head.shape[0], dtype=torch.float32, device=hidden.device)
         self._kernels.float_product(hidden, head, out)
         return out
 

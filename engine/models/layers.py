@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
+from engine.kernels.reference import HeadNorms
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 
@@ -36,7 +37,7 @@ class LayerPasses(Protocol):
         hidden: Tensor,  # [T, hidden]
         attended: Tensor,  # [T, H D]
     ) -> None:
-        """Add to the hidden states, in place, what attention and then the MLP say."""
+        """Add the outputs of attention and then of the MLP to the hidden states, in place."""
         ...
 
 
@@ -66,9 +67,7 @@ class Passes:
             *heads[:2],
             cos,
             sin,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            eps=config.norm_eps,
+            norms=HeadNorms(weights.q_norm, weights.k_norm, config.norm_eps),
             turn=self._turn,
         )
         return qkv.split(heads, dim=1)
@@ -92,10 +91,12 @@ class Passes:
             self._kernels.int8_product(x, weight, out, bias=bias)
         elif isinstance(weight, PackedWeight):
             self._kernels.float_product(x, weight, out, bias=bias)
-        elif bias is None:
-            torch.mm(x, weight.t(), out=out)
         else:
-            torch.addmm(bias, x, weight.t(), out=out)
+            assert isinstance(weight, Tensor), "int8 weights take int8 rows"
+            if bias is None:
+                torch.mm(x, weight.t(), out=out)
+            else:
+                torch.addmm(bias, x, weight.t(), out=out)
         return out
 
     def _add_projected(self, residual: Tensor, x: Tensor | Int8Rows, projection: Projection) -> None:
@@ -103,10 +104,13 @@ class Passes:
         weight, bias = projection.weight, projection.bias
         if isinstance(weight, Int8Weight):
             if isinstance(x, Tensor):
-                x, dense = self._rows("attended", residual, projection), x
-                self._kernels.quantize_rows(dense.contiguous(), x)
-            self._kernels.int8_product(x, weight, residual, bias=bias, adds=True)
+                codes = self._rows("attended", residual, projection)
+                self._kernels.quantize_rows(x.contiguous(), codes)
+            else:
+                codes = x
+            self._kernels.int8_product(codes, weight, residual, bias=bias, adds=True)
             return
+        assert isinstance(x, Tensor), "int8 rows are for int8 weights"
         if isinstance(weight, PackedWeight):
             self._kernels.float_product(x.contiguous(), weight, residual, bias=bias, adds=True)
             return

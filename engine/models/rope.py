@@ -74,7 +74,7 @@ def rope_config(config: Any, parameters: dict[str, Any], head_dim: int) -> RopeC
     try:
         # At its original context "dynamic" is exactly the default.
         if scaling in ("default", "dynamic"):
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
             frequencies, factor = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
         else:
             frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"))

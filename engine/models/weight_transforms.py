@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from engine.kernels.int8 import quantize_weight
+from engine.kernels.int8 import Int8Weight, quantize_weight
 from engine.kernels.packed import PackedWeight, pack_weight
 from engine.models.basis import BasisTable
 from engine.models.config import ModelConfig
@@ -20,10 +20,7 @@ def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
     Weights and bias are changed in place, but for those of a float32 model kept in bfloat16, which rotated ones do not
     fit.
     """
-    qkv, output = (
-        p.weight.dense() if isinstance(p.weight, PackedWeight) else p.weight
-        for p in (layer.qkv, layer.output)
-    )
+    qkv, output = _matrix(layer.qkv), _matrix(layer.output)
     fold_value_rotation(
         qkv,
         output,
@@ -38,10 +35,16 @@ def rotate_values(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
     )
 
 
-def _with_weight(projection: Projection, matrix: Tensor, dtype: torch.dtype) -> Projection:
-    """Return a projection with other numbers, packed if it was."""
+def _matrix(projection: Projection) -> Tensor:
     weight = projection.weight
-    if isinstance(weight, Tensor):  # this very matrix
+    assert not isinstance(weight, Int8Weight), "int8 weights can no longer be rotated"
+    return weight.dense() if isinstance(weight, PackedWeight) else weight
+
+
+def _with_weight(projection: Projection, matrix: Tensor, dtype: torch.dtype) -> Projection:
+    """Return a projection with `matrix` as its weight, packed if it was packed."""
+    weight = projection.weight
+    if not isinstance(weight, PackedWeight):  # `matrix` is the weight itself, changed in place
         return projection
     if weight.panels.dtype != dtype:
         return Projection(pack_weight(matrix, weight.panel), projection.bias)
@@ -59,9 +62,15 @@ def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType, basis
 
     def convert(projection: Projection) -> Projection:
         bias = None if projection.bias is None else projection.bias.float()
+        assert isinstance(projection.weight, Tensor), "packed weights are not converted to int8"
         return Projection(
             quantize_weight(projection.weight, kernels.int8_panel(), kernels.int8_group()), bias
         )
 
-    names = ("qkv", "output", "gate_up", "down")
-    return replace(layer, **{name: convert(getattr(layer, name)) for name in names})
+    return replace(
+        layer,
+        qkv=convert(layer.qkv),
+        output=convert(layer.output),
+        gate_up=convert(layer.gate_up),
+        down=convert(layer.down),
+    )

@@ -110,7 +110,7 @@ def run(job_file: Path, overrides: tuple[str, ...], **options: Any) -> int:
         "Nothing new: job, model and input are those of the run in {run}.\n"
         "Output: {output} (--new-run runs the job again)"
     )
-    origin = {"job_file": str(job_file), "overridden": _keys(overrides)}
+    origin = {"job_file": str(job_file), "overridden": tuple(_keys(overrides))}
     return _run(lambda: load_job(job_file, overrides), nothing, origin=origin, **options)
 
 
@@ -133,7 +133,7 @@ def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
 def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
     """Return the job that a run keeps; raises as `load_job`, and `InputError` if that is damaged."""
     from kvbatch.job_file.load import load_job
-    from kvbatch.run_dir.manifest import check_job_file
+    from kvbatch.run_dir.describe import check_job_file
 
     check_job_file(run)
     return load_job(run.job_file, overrides)
@@ -164,7 +164,7 @@ def _origin(run: "RunDirectory", keys: list[str]) -> dict[str, Any]:
         found = run.read_manifest()
     except KvbatchError:
         return {}
-    return {"job_file": found.get("job_file"), "overridden": [*found.get("overridden", ()), *keys]}
+    return {"job_file": found.job_file, "overridden": (*found.overridden, *keys)}
 
 
 def _finish_reasons(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:

@@ -152,10 +152,10 @@ def _model(job: Job) -> Iterator[Finding]:
     except KvbatchError as error:
         yield _error("model", error)
         return
-    has_weights = holds_weights(model.path)
+    has_weights = holds_weights(model.files.directory)
     text = f"{job.model.name}: {model.config.architecture}, context {model.config.max_context:,}"
     yield Finding("model", *(("ok", text) if has_weights else ("note", f"{text}; there are no weights here")))
-    for note in model.notes:
+    for note in model.files.notes:
         yield Finding("model", "note", note)
     yield Finding("dtype", "ok", str(model.precision))
     yield Finding("threads", "ok", f"{model.threads.count}: {model.threads.reason}")

@@ -19,11 +19,11 @@ from kvbatch.job_file.template import parse_template
 from kvbatch.opened_job import OpenedJob, choose_rows, make_plan, opened_job
 from kvbatch.run_dir.commit import planned_shards
 from kvbatch.run_dir.continuation import find_plan, kept_budget_bytes
+from kvbatch.run_dir.describe import describe_directory
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import plan_directory
 from kvbatch.run_dir.fingerprint import RENDERED, config_hash, job_fingerprint
 from kvbatch.run_dir.lock import IfLocked, job_lock
-from kvbatch.run_dir.manifest import describe_directory
 from kvbatch.run_dir.plan_file import PlanRow, PlanSummary
 from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.staging import drafted, publish
@@ -99,7 +99,7 @@ def plan_job(
         found = find_plan(job, opened.fingerprint, opened.inputs, reuse)
         if found:
             memory = opened.plan_memory(known_bytes=kept_budget_bytes(found, job))
-            summary = PlanSummary(**found.read_manifest()["plan"])
+            summary = found.read_manifest().plan
         else:
             memory = opened.plan_memory()
             summary = _make(opened, memory, run, reuse, progress)
@@ -142,7 +142,7 @@ def _known_tokens(opened: OpenedJob, plan: RunDirectory) -> dict[str, int]:
     known: dict[str, int] = {}
     for run in (plan, RunDirectory(Path(job.output_dir) / "latest")):
         try:
-            if _prompt_keys(run.read_manifest().get("semantic", {})) != wanted:
+            if _prompt_keys(run.read_manifest().semantic) != wanted:
                 continue
             rows = read_stats(run, run.plan, ["content", "outcome", "prompt_tokens"])
         except InputError:

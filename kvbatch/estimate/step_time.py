@@ -60,7 +60,7 @@ def _path(opened: "OpenedJob", config: "EngineConfig") -> Path:
     import torch
 
     what = {
-        "model": opened.model.revision,
+        "model": opened.model.files.revision,
         "dtype": str(opened.model.dtype),
         "weight_quant": opened.job.model.weight_quant,
         "device": opened.model.device,

@@ -44,21 +44,22 @@ class FileHashes:
             OSError: It cannot be read.
         """
         facts = [file_facts(file) for file in files]
-        found = [self._known(file, fact) for file, fact in zip(files, facts, strict=True)]
-        unread = [index for index, sha256 in enumerate(found) if sha256 is None]
+        known = [self._known(file, fact) for file, fact in zip(files, facts, strict=True)]
+        hashes = {index: sha256 for index, sha256 in enumerate(known) if sha256 is not None}
+        unread = [index for index in range(len(files)) if index not in hashes]
         num_bytes = sum(facts[index]["num_bytes"] for index in unread)
         if num_bytes > _TOLD_BYTES:
             gib, folder = num_bytes / (1 << 30), files[unread[0]].parent
             _log.info("reading %.1f GiB of %s, once, to know the model by its content", gib, folder)
         started_ns = self._now_ns()
         for index in unread:
-            found[index] = sha256_of(files[index])
+            hashes[index] = sha256_of(files[index])
         for index, file in enumerate(files):
             if file_facts(file) != facts[index]:
                 raise ModelUnavailable(f"{file} changed while it was read; start again when it is complete")
         for index in unread:
-            self._keep(files[index], facts[index], found[index], started_ns)
-        return found
+            self._keep(files[index], facts[index], hashes[index], started_ns)
+        return [hashes[index] for index in range(len(files))]
 
     def _known(self, file: Path, facts: dict[str, int]) -> str | None:
         if self._folder is None:

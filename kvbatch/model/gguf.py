@@ -16,14 +16,14 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from engine.errors import ModelError
-from engine.models.config import ModelConfig
+from engine.models.config import NAME_BY_TYPE, ModelConfig
 from engine.models.weights import check_weights
 from kvbatch.errors import ModelUnavailable
 from kvbatch.model.gguf_file import GgufFile
 from kvbatch.model.gguf_parts import gguf_parts
 from kvbatch.model.gguf_tokenizer import write_tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+KINDS = ("llama", "qwen2", "qwen3")  # the `general.architecture` of files that can be converted
 SHARD_BYTES = 2 << 30
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -86,9 +86,9 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
     kind, purpose = metadata["general.architecture"], metadata.get("general.type", "model")
     if purpose != "model":
         raise ModelUnavailable(f"the GGUF file holds no model, but is of type {purpose!r}; name the model's")
-    if kind not in ARCHITECTURES:
+    if kind not in KINDS:
         raise ModelUnavailable(
-            f"the GGUF file's architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"the GGUF file's architecture {kind!r} is not supported; supported: {', '.join(KINDS)}"
         )
 
     def field(name: str, default: Any = None) -> Any:
@@ -99,7 +99,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
     heads, hidden = metadata[f"{kind}.attention.head_count"], metadata[f"{kind}.embedding_length"]
     head_dim = field("attention.key_length", hidden // heads)
     config = {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [NAME_BY_TYPE[kind]],
         "model_type": kind,
         "dtype": "bfloat16",
         "vocab_size": _vocabulary(tensors),
@@ -122,7 +122,9 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
     if kind == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if field("attention.sliding_window"):
-        window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"} if kind == "llama" else {}
+        window = (
+            {"architectures": [NAME_BY_TYPE["mistral"]], "model_type": "mistral"} if kind == "llama" else {}
+        )
         config |= window | {"sliding_window": field("attention.sliding_window"), "use_sliding_window": True}
     for name, key in (("bos", "bos"), ("pad", "padding")):
         if f"tokenizer.ggml.{key}_token_id" in metadata:

@@ -11,6 +11,7 @@ from kvbatch.job_file.sections import EngineSection, ModelSection
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from engine.models.basis import BasisTable
     from engine.models.config import ModelConfig
@@ -21,33 +22,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelHandle:
-    """Hold all of a model but its weights.
+class ModelFiles:
+    """The files of a model, as they were found.
 
     Args:
-        path: local directory.
-        revision: identity of the content.
+        directory: where they lie on this machine.
+        revision: identity of their content.
+        listing: see `describe_model_files`.
+        num_weights: how many numbers the weights consist of.
+        notes: what the user should know about the files.
+    """
+
+    directory: Path
+    revision: str
+    listing: list[dict[str, Any]]
+    num_weights: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """A model of a job, all but its weights.
+
+    Args:
         tokenizer: from transformers.
-        precision: of weights and arithmetic, and why it is that.
-        threads: the same of CPU threads.
-        num_weights: numbers that the weights consist of.
-        files: those of the directory, as they were found.
-        basis: what its heads are loaded in.
-        notes: what a user should know of the model.
+        device: `cpu` or `cuda`.
+        precision: of weights and arithmetic, with the reason for it.
+        threads: number of CPU threads, with the reason for it.
+        basis: in which the model is loaded for the job's cache policy.
     """
 
     section: ModelSection
-    path: Path
-    revision: str
     config: "ModelConfig"
-    tokenizer: Any
+    files: ModelFiles
+    tokenizer: "PreTrainedTokenizerBase"
     device: str
     precision: "Precision"
     threads: "Threads"
-    num_weights: int
-    files: list[dict[str, Any]]
     basis: "BasisTable"
-    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -58,12 +70,13 @@ class ModelHandle:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that the weights will take in memory at most: what a kernel keeps in bfloat16 takes half."""
+        """Bytes that the weights take in memory at most; a kernel that keeps them in bfloat16 takes half."""
+        num_weights = self.files.num_weights
         if self.section.weight_quant is None:
-            return self.num_weights * self.dtype.itemsize
+            return num_weights * self.dtype.itemsize
         config = self.config
         num_words = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-        return num_words * self.dtype.itemsize + self.num_weights - num_words
+        return num_words * self.dtype.itemsize + num_weights - num_words
 
     @property
     def tokenizer_hash(self) -> str:
@@ -73,7 +86,7 @@ class ModelHandle:
 
     @cached_property
     def decoder(self) -> "Decoder":
-        """The model with its weights, loaded when first asked for.
+        """The model with its weights, loaded at the first access.
 
         Raises:
             ModelUnavailable: They are missing, corrupt, or do not fit into memory.
@@ -86,7 +99,7 @@ class ModelHandle:
 
         try:
             decoder = load_model(
-                self.path,
+                self.files.directory,
                 dtype=self.dtype,
                 device=self.device,
                 max_context=self.section.max_context,
@@ -101,9 +114,10 @@ class ModelHandle:
                 f"model {self.section.name}: {self.weight_bytes:,} bytes of weights do not fit into the "
                 f"memory of {self.device}; use a smaller model or dtype"
             ) from error
-        if describe_model_files(str(self.path)) != self.files:
+        directory = self.files.directory
+        if describe_model_files(str(directory)) != self.files.listing:
             raise ModelUnavailable(
-                f"model {self.section.name}: its files in {self.path} changed since the job began; start it again"
+                f"model {self.section.name}: its files in {directory} changed since the job began; start it again"
             )
         return decoder
 
@@ -120,8 +134,8 @@ def open_model(
 
     Args:
         policy: of the cache that the model is loaded for.
-        kept: precision of the run whose rows stand beside those of the job.
-        look_only: fetch nothing, and do without the device and the weights if they are not here.
+        kept: precision of the run whose rows are reused beside the job's own.
+        look_only: fetch nothing; a device or weights that are absent are no error.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used; the message says what to do.
@@ -152,7 +166,7 @@ def open_model(
         )
     except OSError as error:
         raise ModelUnavailable(f"model {section.name} cannot be read: {error}; check model.path") from error
-    path, files = source.path, describe_model_files(str(source.path))
+    path, listing = source.path, describe_model_files(str(source.path))
     try:
         config = ModelConfig.from_pretrained(
             path, max_context=section.max_context, trust_remote_code=section.trust_remote_code
@@ -167,27 +181,21 @@ def open_model(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, trust_remote_code=section.trust_remote_code, local_files_only=True
         )
-    except (
-        Exception
-    ) as error:  # transformers raises many kinds; each means: there is no usable tokenizer here
+    except Exception as error:  # of many kinds; each means that there is no usable tokenizer
         raise ModelUnavailable(
             f"model {section.name}: its tokenizer cannot be loaded from {path} ({_first_line(error)}); "
             "put the model's tokenizer.json and tokenizer_config.json there"
         ) from error
     precision = choose_precision(section.dtype, device, section.weight_quant, kept=kept)
     return ModelHandle(
-        section,
-        path,
-        source.revision,
-        config,
-        tokenizer,
-        device,
-        precision,
-        threads,
-        num_weights,
-        files,
-        basis_for(policy, section.weight_quant),
-        notes,
+        section=section,
+        config=config,
+        files=ModelFiles(path, source.revision, listing, num_weights, notes),
+        tokenizer=tokenizer,
+        device=device,
+        precision=precision,
+        threads=threads,
+        basis=basis_for(policy, section.weight_quant),
     )
 
 

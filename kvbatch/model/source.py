@@ -102,21 +102,27 @@ def describe_model_files(spec: str | Sequence[str]) -> list[dict[str, Any]]:
     return [{"path": str(file.relative_to(home))} | file_facts(file) for file in files]
 
 
-def is_same_model(manifest: Mapping[str, Any], spec: str | Sequence[str]) -> bool:
+def is_same_model(
+    before: Sequence[Mapping[str, Any]], revision: str | None, spec: str | Sequence[str]
+) -> bool:
     """Tell whether a run had the model that a spec names now.
+
+    Args:
+        before: what `describe_model_files` said when the run began.
+        revision: identity of the content that the run had.
 
     The files are read only where the same names and sizes have other times: a touched file is the same file.
 
     Raises:
         ModelUnavailable: they cannot be read.
     """
-    before, now = manifest.get("model_files"), describe_model_files(spec)
-    if before == now:
+    now = describe_model_files(spec)
+    if list(before) == now:
         return True
     if not before or [_name_and_size(file) for file in before] != [_name_and_size(file) for file in now]:
         return False
     path = Path(os.path.expanduser(str(spec)))
-    return _content(path, _cache_if_any()) == manifest.get("model", {}).get("revision")
+    return _content(path, _cache_if_any()) == revision
 
 
 def kvbatch_cache(given: Path | None = None) -> Path:

@@ -55,10 +55,10 @@ def _csv(run: RunDirectory, *, raw: bool = False) -> Iterator[str]:
 def _openai_batch(run: RunDirectory) -> Iterator[str]:
     """Yield the lines of OpenAI's batch output, https://platform.openai.com/docs/guides/batch."""
     manifest = run.read_manifest()
-    created = int(datetime.fromisoformat(manifest["created"]).timestamp())
+    created = int(datetime.fromisoformat(manifest.created).timestamp())
     for index, row in enumerate(_rows(run)):
         row_id = next(iter(row.values()))
-        name = f"{manifest['run_id']}-{index}"
+        name = f"{manifest.run_id}-{index}"
         answer: dict[str, Any] = {
             "id": f"batch_req_{name}",
             "custom_id": str(row_id),
@@ -67,7 +67,7 @@ def _openai_batch(run: RunDirectory) -> Iterator[str]:
         }
         if row["kvb_status"] == "ok":
             body = {"id": f"chatcmpl-{name}", "object": "chat.completion", "created": created}
-            body |= {"model": manifest["model"]["path"], "choices": [_choice(row)], "usage": _usage(row)}
+            body |= {"model": manifest.model.path, "choices": [_choice(row)], "usage": _usage(row)}
             answer["response"] = {"status_code": 200, "request_id": name, "body": body}
         else:
             answer["error"] = {"code": row["kvb_error_code"], "message": row["kvb_error_message"]}

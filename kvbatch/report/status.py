@@ -13,6 +13,7 @@ from kvbatch.run_dir.commit import count_rows, num_committed_rows
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.lock import Holder, lock_holder
+from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.staging import find_draft, is_draft
 from kvbatch.run_dir.verify import find_problems
 
@@ -28,16 +29,16 @@ def load_status(path: Path) -> dict[str, Any]:
     """
     run, holder = _found(path)
     manifest, beat = run.read_manifest(), _heartbeat(run)
-    plan = manifest.get("plan", {})
+    plan = manifest.plan
     later = superseded_by(run, manifest)
     state = _state(run, holder, later)
     if state == "running" and beat.get("pid") != holder.pid:
         beat = {}  # of an earlier session
     rows, own = count_rows(run)
-    planned = plan.get("prompt_tokens", 0)
+    planned = plan.prompt_tokens if plan else 0
     is_running = state == "running"
     return {
-        "job": manifest["job"],
+        "job": manifest.job,
         "run_id": run.run_id,
         "state": state,
         "superseded_by": later if state == "superseded" else None,
@@ -45,12 +46,12 @@ def load_status(path: Path) -> dict[str, Any]:
         "holder": holder and str(holder),
         "phase": beat.get("phase") if is_running else None,
         "heartbeat_age_s": _age_s(beat),
-        "planned_rows": manifest.get("num_rows"),
+        "planned_rows": manifest.num_rows,
         "done_rows": rows.total(),
         "rows": dict(rows),
-        "reused_rows": plan.get("num_reused", 0),
+        "reused_rows": plan.num_reused if plan else 0,
         "progress_ratio": own["prompt"] / planned if planned else None,
-        "eta_s": _eta_s(plan, own, beat) if is_running else None,
+        "eta_s": _eta_s(plan, own, beat) if is_running and plan else None,
         "continue": continuation(run, manifest) if state == "stopped" else None,
         "run": str(run.path),
         "output": str(run.shards),
@@ -100,7 +101,7 @@ def missing_rows(run: RunDirectory) -> str | None:
     if run.end:
         return None
     manifest = run.read_manifest()
-    num_rows, num_done = manifest.get("num_rows"), num_committed_rows(run)
+    num_rows, num_done = manifest.num_rows, num_committed_rows(run)
     if num_done == num_rows:
         return None
     later = superseded_by(run, manifest)
@@ -145,9 +146,9 @@ def _age_s(beat: dict[str, Any]) -> float | None:
     return (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
 
 
-def _eta_s(plan: dict[str, Any], own: Counter[str], beat: dict[str, Any]) -> float | None:
+def _eta_s(plan: PlanSummary, own: Counter[str], beat: dict[str, Any]) -> float | None:
     if beat.get("phase") != "running" or not beat.get("tokens") or not own["rows"]:
         return None
-    left = plan["prompt_tokens"] - own["prompt"]
-    left += (plan["num_running"] - own["rows"]) * own["completion"] / own["rows"]
+    left = plan.prompt_tokens - own["prompt"]
+    left += (plan.num_running - own["rows"]) * own["completion"] / own["rows"]
     return left * beat["elapsed_s"] / beat["tokens"]

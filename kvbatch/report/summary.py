@@ -62,16 +62,16 @@ def summarise(run: RunDirectory, measures: dict[str, Any], damaged: Collection[P
         "generated_tokens_per_s": generated / seconds if seconds else None,
     }
     head = {
-        "job": manifest["job"],
-        "run_id": manifest["run_id"],
+        "job": manifest.job,
+        "run_id": manifest.run_id,
         "status": "complete" if measures else "incomplete",
-        "config_hash": manifest["config_hash"],
-        "kvbatch": manifest["kvbatch"],
-        "model": manifest["model"]["path"],
-        "planned_rows": manifest.get("num_rows"),
-        "left_out": manifest.get("left_out", 0),  # by `where`
-        "skipped_files": sum(group["files"] for group in manifest.get("skipped", [])),
-        "skipped": manifest.get("skipped", []),
+        "config_hash": manifest.config_hash,
+        "kvbatch": manifest.kvbatch,
+        "model": manifest.model.path,
+        "planned_rows": manifest.num_rows,
+        "left_out": manifest.left_out,  # by `where`
+        "skipped_files": sum(group["files"] for group in manifest.skipped),
+        "skipped": manifest.skipped,
     }
     advice = {"advice": cut_advice(run, manifest, figures)}
     return head | figures | advice | speed | measures | _places(run)

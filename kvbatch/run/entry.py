@@ -8,7 +8,7 @@ A run that was interrupted is continued: its plan stands, and the rows that it f
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,6 +19,7 @@ from kvbatch.job_file.sections import Job
 from kvbatch.opened_job import OpenedJob, choose_rows, input_spec, make_progress, open_job
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.continuation import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
+from kvbatch.run_dir.describe import adopt_plan, describe_directory
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.event_log import RunLog, write_heartbeat
 from kvbatch.run_dir.find_runs import (
@@ -29,7 +30,6 @@ from kvbatch.run_dir.find_runs import (
     point_latest,
 )
 from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
-from kvbatch.run_dir.manifest import adopt_plan, describe_directory
 from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
 from kvbatch.run_dir.verify import find_problems
@@ -136,9 +136,11 @@ def run_job(
             else:
                 corpus.check_selects()
                 running = session(opened, None)
-            manifest = running.opened.manifest(running.memory, reuse) | {"number": next_number(home)}
+            manifest = replace(
+                running.opened.manifest(running.memory, reuse), number=next_number(home), **caller.origin
+            )
             with drafted(home, new_run_id(job), ("shards", "logs", "stats")) as draft:
-                describe_directory(draft, running.opened.job, manifest | dict(caller.origin))
+                describe_directory(draft, running.opened.job, manifest)
                 if planned:
                     adopt_plan(planned, draft)
                 with _recorded(draft, job, progress, lock, is_kept=False) as log:

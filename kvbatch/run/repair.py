@@ -1,7 +1,7 @@
 """What a run that is continued needs and has lost: made again where that is possible, named where it is not."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbatch.errors import Damaged
@@ -10,8 +10,8 @@ from kvbatch.opened_job import OpenedJob, write_plan
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.checked_file import file_problem
 from kvbatch.run_dir.commit import check_shard
+from kvbatch.run_dir.describe import keep_job
 from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
-from kvbatch.run_dir.manifest import keep_job
 
 if TYPE_CHECKING:
     from kvbatch.plan.memory_plan import MemoryPlan
@@ -24,8 +24,8 @@ def restore_files(run: RunDirectory, job: Job, note: Callable[[str], None]) -> N
         OutputError: The run directory cannot be written.
     """
     manifest = run.read_manifest()
-    files = dict(manifest.get("files", {}))
-    for name, facts in manifest.get("files", {}).items():
+    files = dict(manifest.files)
+    for name, facts in manifest.files.items():
         problem = name not in PLAN_FILES and file_problem(run.path / name, facts, deep=True)
         if problem and name == run.job_file.name:
             note(f"{run.path / name} {problem}; it is written again")
@@ -34,8 +34,8 @@ def restore_files(run: RunDirectory, job: Job, note: Callable[[str], None]) -> N
             note(f"warning: {run.path / name} {problem}; the report goes without it")
             (run.path / name).unlink(missing_ok=True)
             del files[name]
-    if files != manifest.get("files", {}):
-        run.write_manifest(manifest | {"files": files})
+    if files != manifest.files:
+        run.write_manifest(replace(manifest, files=files))
 
 
 def restore_plan(opened: OpenedJob, memory: "MemoryPlan", run: RunDirectory, progress: Progress) -> None:
@@ -46,21 +46,19 @@ def restore_plan(opened: OpenedJob, memory: "MemoryPlan", run: RunDirectory, pro
         OutputError: The run directory cannot be written.
     """
     manifest = run.read_manifest()
-    found = {name: facts for name, facts in manifest.get("files", {}).items() if name in PLAN_FILES}
+    found = {name: facts for name, facts in manifest.files.items() if name in PLAN_FILES}
     problems = [file_problem(run.path / name, facts, deep=True) for name, facts in found.items()]
-    if not found:  # of an older release
-        problems = [None if run.plan.exists() else "is missing"]
     if not any(problems):
         return
     progress.note(f"{run.plan} or its bins are missing or damaged; the plan is made again")
     plan, files = write_plan(opened, memory, run, progress)
-    if asdict(plan) != manifest["plan"]:
+    if plan != manifest.plan:
         raise Damaged(
             run.plan,
             "was damaged, and what the run finished does not fit the plan that is made of its input now",
             "start afresh: kvbatch run --new-run",
         )
-    run.write_manifest(manifest | {"files": manifest.get("files", {}) | files})
+    run.write_manifest(replace(manifest, files=manifest.files | files))
 
 
 def check_whole(run: RunDirectory) -> None:
@@ -69,5 +67,5 @@ def check_whole(run: RunDirectory) -> None:
     Raises:
         Damaged: A shard does not count.
     """
-    for number in range(run.read_manifest()["plan"]["num_shards"]):
+    for number in range(run.read_manifest().num_shards):
         check_shard(run, number)

@@ -139,6 +139,7 @@ class RowRequests:
                 "num_chunks",
                 "prefill_s",
                 "decode_s",
+                "wait_s",
             )
         }
         largest = max(results, key=lambda result: result.kv_peak_bytes)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class RunSession:
         guard = job.quality_guard
         if not guard or not job.cache.policy.compresses:
             return self.memory
-        found = run.read_manifest().get("quality")
+        found = run.read_manifest().quality
         if found is None:
             self.progress.start("judging")
             try:
@@ -170,19 +170,19 @@ class RunSession:
     def _keep_quality(self, run: RunDirectory, found: dict[str, Any], *, drops_plan: bool) -> None:
         """Write what the guard found into the manifest."""
         manifest = run.read_manifest()
-        files = dict(manifest.get("files", {}))
+        files = dict(manifest.files)
         if run.quality.exists():
             files["stats/quality.parquet"] = describe_file(run.quality)
         if drops_plan:  # one made beforehand is of the compressed cache
-            manifest.pop("plan", None)
-            for name in PLAN_FILES:
-                files.pop(name, None)
-        run.write_manifest(manifest | {"files": files, "quality": found})
+            files = {name: facts for name, facts in files.items() if name not in PLAN_FILES}
+            manifest = replace(manifest, plan=None)
+        run.write_manifest(replace(manifest, files=files, quality=found))
 
     def _plan(self, memory: "MemoryPlan", run: RunDirectory, log: RunLog) -> tuple[PlanSummary, Recovered]:
         """Plan the run, or read the plan it has and what was finished by it."""
         self.progress.start("planning")
-        if "plan" not in run.read_manifest():
+        planned = run.read_manifest().plan
+        if planned is None:
             plan = make_plan(self.opened, memory, run, self.progress)
             log.event(
                 "planned",
@@ -194,7 +194,7 @@ class RunSession:
             )
             return plan, recover(run)
         restore_plan(self.opened, memory, run, self.progress)
-        plan, recovered = PlanSummary(**run.read_manifest()["plan"]), recover(run)
+        plan, recovered = planned, recover(run)
         log.event("continued", finished=recovered.num_finished, left=recovered.num_left)
         if recovered.num_finished:
             counts = f"{recovered.num_finished:,} of {plan.num_running:,} rows are finished"

@@ -193,6 +193,7 @@ def _result_columns(result: "Result") -> dict[str, Any]:
         "kvb_kv_kept_ratio": result.kv_kept_bytes / result.kv_full_bytes if result.kv_full_bytes else None,
         "kvb_prefill_s": result.prefill_s,
         "kvb_decode_s": result.decode_s,
+        "kvb_wait_s": result.wait_s,
     }
 
 

@@ -6,11 +6,12 @@ from typing import Any
 from kvbatch.errors import InputError
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import latest_run
+from kvbatch.run_dir.manifest import Manifest
 
 _MORE = 4  # times as many tokens are proposed for answers that were cut
 
 
-def superseded_by(run: RunDirectory, manifest: dict[str, Any]) -> str | None:
+def superseded_by(run: RunDirectory, manifest: Manifest) -> str | None:
     """Return the id of the job's latest run if it began after this one, which did not come to its end."""
     if run.end:
         return None
@@ -23,34 +24,34 @@ def superseded_by(run: RunDirectory, manifest: dict[str, Any]) -> str | None:
         return None
 
 
-def _age(manifest: dict[str, Any]) -> tuple[int, str]:
-    return manifest.get("number", 0), manifest["created"]
+def _age(manifest: Manifest) -> tuple[int, str]:
+    return manifest.number, manifest.created
 
 
-def run_command(manifest: dict[str, Any]) -> str:
+def run_command(manifest: Manifest) -> str:
     """Return the command that began a run; values given by -s are left out, since they may be secret."""
-    keys = "".join(f" -s {key}=…" for key in manifest.get("overridden", ()))
-    return f"kvbatch run {manifest.get('job_file') or 'JOB'}{keys}"
+    keys = "".join(f" -s {key}=…" for key in manifest.overridden)
+    return f"kvbatch run {manifest.job_file or 'JOB'}{keys}"
 
 
-def continuation(run: RunDirectory, manifest: dict[str, Any]) -> str:
+def continuation(run: RunDirectory, manifest: Manifest) -> str:
     """Return the command by which a stopped run goes on.
 
     The input of an incremental job is another one by the next start: its run begins anew and takes over what there is.
     """
-    if manifest.get("operational", {}).get("input.incremental") or superseded_by(run, manifest):
+    if manifest.operational.get("input.incremental") or superseded_by(run, manifest):
         return run_command(manifest)
     return f"kvbatch resume {run.path}"
 
 
-def cut_advice(run: RunDirectory, manifest: dict[str, Any], figures: Mapping[str, Any]) -> str | None:
+def cut_advice(run: RunDirectory, manifest: Manifest, figures: Mapping[str, Any]) -> str | None:
     """Return the remedy for answers that were cut; None if there are none."""
     reasons = figures["finish_reasons"]
     parts = []
     if reasons.get("length"):
-        semantic = manifest.get("semantic", {})
+        semantic = manifest.semantic
         most = semantic.get("generation.max_new_tokens", 256)
-        room = manifest["model"]["max_context"] - figures["cut_prompt_tokens"]
+        room = manifest.model.max_context - figures["cut_prompt_tokens"]
         if semantic.get("input.format") == "openai-batch":
             parts.append("by length: raise generation.max_new_tokens, or max_tokens of the rows that set it")
         elif not isinstance(most, int):  # a variable of the environment gave it

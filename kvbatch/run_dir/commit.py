@@ -22,7 +22,6 @@ from kvbatch.run_dir.record import read_record, write_record
 from kvbatch.run_dir.wal import read_rows
 
 _PLANNED = ["index", "row_id", "content", "status"]
-_COUNTED = ["kvb_status", "kvb_run_id", "kvb_attempts", "kvb_prompt_tokens", "kvb_completion_tokens"]
 
 
 def commit_shard(run: RunDirectory, number: int, facts: Mapping[str, Any]) -> None:
@@ -47,7 +46,7 @@ def check_shard(run: RunDirectory, number: int, *, deep: bool = False) -> dict[s
 
     Raises:
         Damaged: It does not.
-        InputError: A newer release wrote the record.
+        InputError: The record is of run directories of another format.
     """
     path, remedy = run.commit_file(number), run.repair
     record = read_record(path, remedy)
@@ -56,10 +55,6 @@ def check_shard(run: RunDirectory, number: int, *, deep: bool = False) -> dict[s
     file = run.shard_file(number)
     if problem := file_problem(file, record, deep=deep):
         raise Damaged(file, problem, remedy)
-    if "sha256" not in record:  # of an older release
-        with opened_table(file, remedy) as parquet:
-            if parquet.metadata.num_rows != record["rows"]:
-                raise Damaged(file, "is damaged: it has not the rows that were written", remedy)
     letters = run.deadletter_file(number)
     if record.get("deadletter") and (problem := file_problem(letters, record["deadletter"], deep=deep)):
         raise Damaged(letters, problem, remedy)
@@ -67,7 +62,7 @@ def check_shard(run: RunDirectory, number: int, *, deep: bool = False) -> dict[s
 
 
 def is_committed(run: RunDirectory, number: int, *, deep: bool = False) -> bool:
-    """Tell whether a shard counts; raises `InputError` if a newer release wrote it."""
+    """Tell whether a shard counts; raises `InputError` if it is of another format."""
     try:
         check_shard(run, number, deep=deep)
     except Damaged:
@@ -84,7 +79,7 @@ def expected_shards(run: RunDirectory) -> list[int]:
     Raises:
         InputError: The manifest cannot be read.
     """
-    numbers = range(run.read_manifest().get("plan", {}).get("num_shards", 0))
+    numbers = range(run.read_manifest().num_shards)
     if run.end:
         return list(numbers)
     return [number for number in numbers if _was_committed(run, number)]
@@ -119,7 +114,7 @@ def checked_shards(run: RunDirectory) -> Iterator[Path]:
 
 def has_finished_rows(run: RunDirectory) -> bool:
     """Tell whether any row of a run need not be done again; raises as `expected_shards`."""
-    numbers = range(run.read_manifest().get("plan", {}).get("num_shards", 0))
+    numbers = range(run.read_manifest().num_shards)
     return any(is_committed(run, number) or _written_ahead(run, number) for number in numbers)
 
 
@@ -131,14 +126,11 @@ def count_rows(run: RunDirectory) -> tuple[Counter[str], Counter[str]]:
     """
     statuses: Counter[str] = Counter(ok=0, error=0, rejected=0)
     own: Counter[str] = Counter(rows=0, prompt=0, completion=0)
-    for number in range(run.read_manifest().get("plan", {}).get("num_shards", 0)):
+    for number in range(run.read_manifest().num_shards):
         try:
             record = check_shard(run, number)
         except Damaged:
             record = tally(run.run_id, _written_ahead(run, number).values())
-        if "statuses" not in record:  # of an older release
-            with opened_table(run.shard_file(number), run.repair) as file:
-                record = tally(run.run_id, file.read(_COUNTED).to_pylist())
         statuses.update(record["statuses"])
         own.update(record["own"])
     return statuses, own
@@ -205,7 +197,7 @@ def finished_rows(
     Raises:
         InputError: Manifest or plan cannot be read.
     """
-    if "plan" not in run.read_manifest():
+    if run.read_manifest().plan is None:
         return
     expected = set(expected_shards(run))
     for number, planned in enumerate(planned_shards(run, _PLANNED)):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from kvbatch.errors import InputError, JobChanged
 from kvbatch.run_dir.advice import run_command, superseded_by
 from kvbatch.run_dir.commit import has_finished_rows
+from kvbatch.run_dir.describe import input_changes, kept_memory_budget
 from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
 from kvbatch.run_dir.find_runs import plan_directory
 from kvbatch.run_dir.fingerprint import Fingerprint, InputHashes, changes
-from kvbatch.run_dir.manifest import input_changes, kept_memory_budget
 from kvbatch.run_dir.previous_rows import can_be_reused
 from kvbatch.run_dir.reuse import Reuse
 
@@ -29,12 +29,8 @@ def can_continue(
         InputError: An input file or the run cannot be read.
     """
     found = run.read_manifest()
-    if "semantic" not in found:
-        if insists:
-            raise InputError(f"{run.path} is of a kvbatch that could not continue runs; run the job anew")
-        return False
-    changed_keys = changes(found["semantic"], fingerprint.semantic)
-    lines = changed_keys + input_changes(found, inputs.hashes(found))
+    changed_keys = changes(found.semantic, fingerprint.semantic)
+    lines = changed_keys + input_changes(found, inputs.hashes((found.input_files, found.input_sha256)))
     # a new run reuses what this one finished
     builds_upon = not insists and job.input.incremental
     if not lines:
@@ -64,7 +60,7 @@ def find_plan(job: "Job", fingerprint: Fingerprint, inputs: InputHashes, reuse: 
             planned.check_file(planned.path / name)
     except InputError:  # there is none, or none that can be used
         return None
-    fits = {"plan", "files"} <= found.keys() and found.get("operational") == fingerprint.operational
+    fits = found.plan is not None and found.operational == fingerprint.operational
     fits = fits and Reuse.of(planned) == reuse
     return planned if fits and can_continue(planned, job, fingerprint, inputs, insists=False) else None
 
@@ -72,11 +68,10 @@ def find_plan(job: "Job", fingerprint: Fingerprint, inputs: InputHashes, reuse: 
 def kept_shard_rows(run: RunDirectory) -> int | None:
     """Return the shard size of a run that is planned: its plan stands."""
     found = run.read_manifest()
-    return found["operational"]["output.shard_rows"] if "plan" in found else None
+    return found.operational["output.shard_rows"] if found.plan else None
 
 
 def kept_budget_bytes(run: RunDirectory, job: "Job") -> int | None:
     """Return the bytes that a run resolved the job's memory budget to, if the job still gives the same."""
     found = run.read_manifest()
-    same = found.get("memory_budget") == kept_memory_budget(job)
-    return found.get("memory_budget_bytes") if same else None
+    return found.memory_budget_bytes if found.memory_budget == kept_memory_budget(job) else None

@@ -1,6 +1,5 @@
 """The run directory: what its files are called, and the reading and writing of its manifest."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +8,7 @@ from kvbatch.atomic_file import write_text
 from kvbatch.errors import Damaged, InputError
 from kvbatch.job_file.load import RESOLVED_NAME
 from kvbatch.run_dir.checked_file import file_problem
+from kvbatch.run_dir.manifest import Manifest
 from kvbatch.run_dir.record import read_record, write_record
 
 PLAN_NAME = "plan"  # what a plan without a run is called among the runs of its job
@@ -126,25 +126,24 @@ class RunDirectory:
         """How a user repairs the run."""
         return f"repair the run: kvbatch resume {self.path} (or make all of it again: kvbatch run --new-run)"
 
-    def read_manifest(self) -> dict[str, Any]:
+    def read_manifest(self) -> Manifest:
         """Return the manifest.
 
         Raises:
-            InputError: It is missing, damaged or of a newer release.
+            InputError: It is missing, damaged or of another format.
         """
         remedy = (
             f"nothing of {self.path} can be relied on without it: remove that directory, "
             "or start afresh: kvbatch run --new-run"
         )
-        found = read_record(self.manifest, remedy)
-        if not found.keys() >= _NEEDED:
-            raise Damaged(self.manifest, "is damaged: it is no manifest", remedy)
-        return found
+        try:
+            return Manifest.from_record(read_record(self.manifest, remedy))
+        except (KeyError, TypeError) as error:
+            raise Damaged(self.manifest, "is damaged: it is no manifest", remedy) from error
 
-    def write_manifest(self, values: Mapping[str, Any]) -> None:
-        """Write the manifest, first what orders it among others; raises as `atomic_file`."""
-        head = {key: values[key] for key in ("run_id", "number", "created") if key in values}
-        write_record(self.manifest, head | dict(values))
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Write the manifest; raises as `atomic_file`."""
+        write_record(self.manifest, manifest.to_record())
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary that was written at the end; empty if there is none that can be read."""
@@ -160,13 +159,10 @@ class RunDirectory:
             InputError: It is not, or the manifest cannot be read.
         """
         name = str(path.relative_to(self.path))
-        found = self.read_manifest().get("files", {}) | self.read_summary().get("files", {})
+        found = self.read_manifest().files | self.read_summary().get("files", {})
         if name in found and (problem := file_problem(path, found[name], deep=True)):
             raise Damaged(path, problem, self.repair)
 
     def succeed(self) -> None:
         """Say that the run is complete."""
         write_text(self.path / "_SUCCESS", "")
-
-
-_NEEDED = {"format", "job", "created", "config_hash", "input_files"}

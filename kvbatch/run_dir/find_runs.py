@@ -9,16 +9,16 @@ import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from kvbatch.atomic_file import fsync_directory
 from kvbatch.errors import InputError, OutputError
 from kvbatch.job_file.load import RESOLVED_NAME
 from kvbatch.job_file.sections import Job
 from kvbatch.model.source import is_same_model
+from kvbatch.run_dir.describe import describe_run, input_changes, kept_memory_budget
 from kvbatch.run_dir.directory import PLAN_NAME, RunDirectory
 from kvbatch.run_dir.fingerprint import InputFile, config_hash, hash_files
-from kvbatch.run_dir.manifest import describe_run, input_changes, kept_memory_budget
+from kvbatch.run_dir.manifest import Manifest
 
 
 def new_run_id(job: Job) -> str:
@@ -89,18 +89,20 @@ def find_same_run(job: Job, files: Iterable[InputFile]) -> RunDirectory | None:
         return None
     found = run.read_manifest()
     wanted = describe_run(job, files)
-    same = all(found.get(key) == wanted[key] for key in _IDENTITY) and "input_sha256" in found
-    same = same and is_same_model(found, job.model.path)
-    same = same and not input_changes(found, hash_files(files, found["input_files"], found["input_sha256"]))
+    same = is_same_job(found, wanted) and bool(found.input_sha256)
+    same = same and is_same_model(found.model_files, found.revision, job.model.path)
+    same = same and not input_changes(found, hash_files(files, found.input_files, found.input_sha256))
     return run if same and not may_now_fit(run, found, job) else None
 
 
-_IDENTITY = ("format", "kvbatch", "config_hash")
+def is_same_job(one: Manifest, other: Manifest) -> bool:
+    """Tell whether two manifests are of one job and one kvbatch, whatever their input and model."""
+    return (one.kvbatch, one.config_hash) == (other.kvbatch, other.config_hash)
 
 
-def may_now_fit(run: RunDirectory, manifest: dict[str, Any], job: Job) -> bool:
+def may_now_fit(run: RunDirectory, manifest: Manifest, job: Job) -> bool:
     """Tell whether rows did not fit into the memory of a run, and the job gives another amount now."""
-    if manifest.get("memory_budget") == kept_memory_budget(job):
+    if manifest.memory_budget == kept_memory_budget(job):
         return False
     return "over_budget" in run.read_summary().get("error_codes", {})
 
@@ -122,7 +124,7 @@ def latest_run(home: Path) -> RunDirectory | None:
     if not (link.is_symlink() and link.is_dir()):
         return newest
     linked = RunDirectory(home / link.readlink())  # by its own name, as relative as the path was
-    # one without a number is damaged, or of an older release
+    # one without a number is damaged
     return newest if newest and 0 < _number(linked) < _number(newest) else linked
 
 

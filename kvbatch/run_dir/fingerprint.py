@@ -114,14 +114,15 @@ class InputHashes:
         self._files = tuple(files)
         self._hashes: dict[str, str] | None = None
 
-    def hashes(self, manifest: Mapping[str, Any] | None = None) -> dict[str, str]:
+    def hashes(
+        self, known: tuple[Iterable[Mapping[str, Any]], Mapping[str, str]] = ((), {})
+    ) -> dict[str, str]:
         """Return the SHA-256 of every file by its label; raises as `hash_files`.
 
         Args:
-            manifest: of a run on the same files; what it knows of a file that did not change is not read again.
+            known: input files and hashes of an earlier run; a file that did not change is not read again.
         """
         if self._hashes is None:
-            known = (manifest["input_files"], manifest["input_sha256"]) if manifest else ()
             self._hashes = hash_files(self._files, *known)
         return self._hashes
 

@@ -1,143 +1,138 @@
-"""What a manifest says of a run: its job, input, model, versions and plan.
+"""The manifest of a run: a record of what was run, on what, by which versions."""
 
-Imports neither torch nor transformers: whether something is new must be known at once.
-"""
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any, Self
 
-import platform
-import shutil
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
-
-from kvbatch import __version__
-from kvbatch.atomic_file import described_file
-from kvbatch.errors import Damaged, OutputError
-from kvbatch.job_file.environment import without_credentials
-from kvbatch.job_file.load import to_yaml
-from kvbatch.job_file.sections import Job
-from kvbatch.model.source import describe_model_files
-from kvbatch.run_dir.checked_file import file_problem
-from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
-from kvbatch.run_dir.fingerprint import InputFile, changes, config_hash
-from kvbatch.run_dir.record import FORMAT
-
-PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "polars", "numpy", "triton")
+from kvbatch.run_dir.plan_file import PlanSummary
 
 
-def describe_directory(run: RunDirectory, job: Job, manifest: dict[str, Any]) -> None:
-    """Write into the directory of a new run or plan what it is of; raises as `atomic_file`."""
-    files = {run.job_file.name: keep_job(run, job)}
-    run.write_manifest(manifest | {"run_id": run.run_id, "files": files})
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a manifest says of the model.
 
-
-def keep_job(run: RunDirectory, job: Job) -> dict[str, Any]:
-    """Write down the job with all defaults, and the key to what it took from the environment.
-
-    Return what describes the job's file.
-
-    Raises:
-        OutputError: It cannot be written.
+    Args:
+        path: as the job names it, without credentials.
+        revision: identity of the content.
+        directory: where it lies.
+        notes: what a user should know of it.
     """
-    try:
-        job.environment.write_key(run.path)
-    except OSError as error:
-        raise OutputError(f"cannot write into {run.path}: {error.strerror}; change output.dir") from error
-    with described_file(run.job_file) as (stream, facts):
-        stream.write(to_yaml(job).encode())
-    return facts
+
+    path: str
+    revision: str
+    directory: str
+    architecture: str
+    dtype: str
+    weight_quant: str | None
+    max_context: int
+    notes: tuple[str, ...] = ()
 
 
-def check_job_file(run: RunDirectory) -> None:
-    """Prove that a run's job is as it was kept.
+@dataclass(frozen=True)
+class Manifest:
+    """A run's manifest. What is not known yet is None or empty.
 
-    Raises:
-        InputError: It is not, or the manifest cannot be read.
+    Args:
+        job: its name.
+        created: UTC, ISO 8601.
+        config_hash: of everything in the job that decides its output.
+        number: by which the runs of a job are ordered, whatever the clock says.
+        kvbatch: version.
+        output_dir: of all runs of the job, without credentials.
+        input_files: path, size and modification time of each.
+        input_sha256: of each file, by its name within the input.
+        model_files: those of a local model, with size, times and inode.
+        memory_budget: as the job gives it.
+        memory_budget_bytes: what that came to.
+        skipped: files that the input's paths name and that were not read, by reason.
+        prompt_time: what chat templates take for now, ISO 8601.
+        prefix_tokens: that begin every prompt.
+        semantic: keys that decide the output, dotted, with their values.
+        operational: keys that decide where and how fast.
+        reuse: which rows of earlier runs were reused (`kvbatch.run_dir.reuse.Reuse`).
+        job_file, overridden: of the command that began the run: its job file, and the keys that -s changed.
+        left_out: rows that `where` left out.
+        text_sha256: over the ids and texts of each input file's rows.
+        quality: what the quality guard found.
+        files: what describes the run's other files, by their name in the run directory.
     """
-    facts = run.read_manifest().get("files", {}).get(run.job_file.name)
-    if facts and (problem := file_problem(run.job_file, facts, deep=True)):
-        raise Damaged(run.job_file, problem, "kvbatch run with the job file writes it again")
 
+    job: str
+    created: str
+    config_hash: str
+    input_files: tuple[dict[str, Any], ...]
+    run_id: str | None = None
+    number: int = 0
+    kvbatch: str = ""
+    working_directory: str | None = None
+    output_dir: str = ""
+    input_sha256: dict[str, str] = field(default_factory=dict)
+    model_files: list[dict[str, Any]] = field(default_factory=list)
+    memory_budget: Any = None
+    memory_budget_bytes: int = 0
+    versions: dict[str, str | None] = field(default_factory=dict)
+    platform: str = ""
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    prompt_time: str | None = None
+    model: ModelFacts | None = None
+    device: str | None = None
+    precision: dict[str, Any] = field(default_factory=dict)
+    threads: dict[str, Any] = field(default_factory=dict)
+    prefix_tokens: int = 0
+    semantic: dict[str, Any] = field(default_factory=dict)
+    semantic_hash: str = ""
+    operational: dict[str, Any] = field(default_factory=dict)
+    operational_hash: str = ""
+    reuse: dict[str, Any] = field(default_factory=dict)
+    job_file: str | None = None
+    overridden: tuple[str, ...] = ()
+    plan: PlanSummary | None = None
+    num_rows: int | None = None
+    left_out: int = 0
+    text_sha256: dict[str, str] = field(default_factory=dict)
+    predicted_kv_peak_bytes: int = 0
+    quality: dict[str, Any] | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-def adopt_plan(planned: RunDirectory, run: RunDirectory) -> None:
-    """Make a plan that was made before its run the plan of that run.
+    @property
+    def num_shards(self) -> int:
+        """Shards of the plan; 0 as long as there is none."""
+        return self.plan.num_shards if self.plan else 0
 
-    Raises:
-        OutputError: The run directory cannot be written.
-    """
-    found = planned.read_manifest()
-    files = dict(run.read_manifest()["files"])
-    try:
-        for name in PLAN_FILES:
-            facts = found["files"][name]
-            with (
-                described_file(run.path / name) as (stream, copied),
-                (planned.path / name).open("rb") as source,
-            ):
-                shutil.copyfileobj(source, stream)
-            if copied["sha256"] != facts["sha256"]:
-                raise Damaged(planned.path / name, "is damaged", f"remove {planned.path} and start again")
-            files[name] = facts | copied
-    except FileNotFoundError as error:
-        raise OutputError(f"{planned.path} is incomplete; remove it and start again") from error
-    names = ("plan", "num_rows", "left_out", "text_sha256", "predicted_kv_peak_bytes")
-    adopted = {name: found[name] for name in names if name in found}
-    run.write_manifest(run.read_manifest() | adopted | {"files": files})
+    @property
+    def time(self) -> datetime | None:
+        """What the prompts' chat template took for now; None if that is not known."""
+        try:
+            return datetime.fromisoformat(self.prompt_time or "")
+        except ValueError:
+            return None
 
+    @property
+    def revision(self) -> str | None:
+        """Identity of the model's content, once that is known."""
+        return self.model.revision if self.model else None
 
-def describe_run(job: Job, files: Iterable[InputFile]) -> dict[str, Any]:
-    """Return what a manifest says before anything was read: fingerprints and versions."""
-    return {
-        "format": FORMAT,
-        "kvbatch": __version__,
-        "job": job.name,
-        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "working_directory": _working_directory(),
-        "output_dir": without_credentials(job.output_dir),
-        "config_hash": config_hash(job),
-        "input_files": describe_files(files),
-        "model_files": describe_model_files(job.model.path),
-        "memory_budget": kept_memory_budget(job),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-    }
+    @classmethod
+    def from_record(cls, values: Mapping[str, Any]) -> Self:
+        """Return the manifest that a record holds.
 
+        Raises:
+            TypeError, KeyError: It is not a manifest.
+        """
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        if known.get("model"):
+            model = known["model"]
+            known["model"] = ModelFacts(**model | {"notes": tuple(model["notes"])})
+        if known.get("plan"):
+            known["plan"] = PlanSummary(**known["plan"])
+        return cls(
+            **known
+            | {"input_files": tuple(known["input_files"]), "overridden": tuple(known.get("overridden", ()))}
+        )
 
-def describe_files(files: Iterable[InputFile]) -> list[dict[str, Any]]:
-    """Return path, size and modification time of input files."""
-    return [{"path": str(f.path), "num_bytes": f.num_bytes, "mtime_ns": f.mtime_ns} for f in files]
-
-
-def input_changes(manifest: dict[str, Any], hashes: dict[str, str]) -> list[str]:
-    """Say how input files, by the hash of each, differ from those of a run."""
-    known = manifest["input_sha256"]
-    lines = changes({"input files": list(known)}, {"input files": list(hashes)})
-    return lines + [f"input file {line}" for line in changes(known, hashes)]
-
-
-def kept_memory_budget(job: Job) -> Any:
-    """Return what a manifest keeps of the memory that a job gives."""
-    return job.environment.kept("engine.memory_budget", job.engine.memory_budget)
-
-
-def _working_directory() -> str | None:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def prompt_time(manifest: Mapping[str, Any]) -> datetime | None:
-    """Return the time that a run's prompts were rendered at, by its manifest; None if it keeps none."""
-    try:
-        return datetime.fromisoformat(manifest["prompt_time"])
-    except (KeyError, TypeError, ValueError):
-        return None
+    def to_record(self) -> dict[str, Any]:
+        """Return the record that holds the manifest: first what orders it among others, and nothing that is unknown."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        head = {key: values[key] for key in ("run_id", "number", "created") if key in values}
+        return head | values

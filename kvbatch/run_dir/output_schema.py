@@ -48,8 +48,9 @@ OUTPUT_FIELDS = [
     pa.field("kvb_kv_kept_bytes", pa.int64()),
     pa.field("kvb_kv_peak_bytes", pa.int64()),
     pa.field("kvb_kv_kept_ratio", pa.float64()),
-    pa.field("kvb_prefill_s", pa.float64()),
+    pa.field("kvb_prefill_s", pa.float64()),  # the row's own share of compute
     pa.field("kvb_decode_s", pa.float64()),
+    pa.field("kvb_wait_s", pa.float64()),  # the rest of the time that its requests were in the engine
     pa.field("kvb_shard", pa.int32()),
     pa.field("kvb_bin", pa.int32()),
     pa.field("kvb_seed", pa.int64()),

@@ -51,7 +51,7 @@ class PreviousRows:
                     high.append(key[0])
                     low.append(key[1])
                     places.append(_REDO if is_redone else number << _INDEX_BITS | planned.index)
-            if reuse.same_input and num_rows != run.read_manifest().get("num_rows"):
+            if reuse.same_input and num_rows != run.read_manifest().num_rows:
                 command = continuation(run, run.read_manifest())
                 raise InputError(f"{run.path} did not come to its end; continue it first: {command}")
         # stable: of equal keys, that of the newest run comes first
@@ -156,7 +156,7 @@ def can_be_reused(run: RunDirectory) -> bool:
         InputError: Its manifest or plan cannot be read.
     """
     reuse = Reuse.of(run)
-    if not reuse.runs or "plan" not in run.read_manifest():
+    if not reuse.runs or run.read_manifest().plan is None:
         return True
     reused = ReusedRows(reuse)
     try:

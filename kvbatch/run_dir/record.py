@@ -1,6 +1,6 @@
 """JSON files of a run directory that tell damage: the last key is a checksum over the content.
 
-A file of an older release has no checksum and is read as it stands; its format tells it from a file that lost one.
+Each says the format of run directories that it belongs to, and every command refuses another one.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 from kvbatch.atomic_file import write_text
 from kvbatch.errors import Damaged, InputError
 
-FORMAT = 2  # 1 had neither checksums nor hashes
+FORMAT = 3  # of run directories: names and columns of their files
 
 
 def write_record(path: Path, values: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def read_record(path: Path, remedy: str) -> dict[str, Any]:
 
     Raises:
         Damaged: It is missing, or not what was written.
-        InputError: A newer release wrote it.
+        InputError: A kvbatch of another format wrote it.
     """
     try:
         values = json.loads(path.read_bytes())
@@ -44,12 +44,16 @@ def read_record(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise Damaged(path, "is damaged: it is no JSON object", remedy)
     checksum = values.pop("checksum", None)
-    if checksum is None and values.get("format", 1) != 1:
-        raise Damaged(path, "is damaged: its checksum is gone", remedy)
-    if checksum is not None and checksum != _checksum(values):
+    written = values.get("format")
+    if isinstance(written, int) and written != FORMAT:
+        age = "newer: update kvbatch" if written > FORMAT else "older: kvbatch run --new-run starts afresh"
+        raise InputError(
+            f"{path} is of run directories of format {written}, this kvbatch has {FORMAT}; it is {age}"
+        )
+    if checksum is None:
+        raise Damaged(path, "is damaged: its checksum is missing", remedy)
+    if checksum != _checksum(values):
         raise Damaged(path, "is damaged: its checksum does not fit its content", remedy)
-    if values.get("format", 1) not in range(FORMAT + 1):
-        raise InputError(f"{path} is of a newer kvbatch (format {values['format']}); update kvbatch")
     return values
 
 

@@ -21,10 +21,11 @@ from kvbatch.errors import InputError, JobChanged
 from kvbatch.job_file.sections import Job
 from kvbatch.model.precision import NAMES, KeptPrecision, Precision
 from kvbatch.model.source import is_same_model
+from kvbatch.run_dir.describe import describe_files, describe_run
 from kvbatch.run_dir.directory import RunDirectory
-from kvbatch.run_dir.find_runs import job_runs, may_now_fit
+from kvbatch.run_dir.find_runs import is_same_job, job_runs, may_now_fit
 from kvbatch.run_dir.fingerprint import RENDERED, changes
-from kvbatch.run_dir.manifest import describe_files, describe_run, prompt_time
+from kvbatch.run_dir.manifest import Manifest
 from kvbatch.run_dir.row_hash import row_line
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
@@ -51,7 +52,7 @@ class Reuse:
     @classmethod
     def of(cls, run: RunDirectory) -> "Reuse":
         """Return the choice that a run's manifest keeps; raises as `RunDirectory.read_manifest`."""
-        values = run.read_manifest().get("reuse")
+        values = run.read_manifest().reuse
         return cls(tuple(values["runs"]), tuple(values["redo"]), values["same_input"]) if values else cls()
 
     @cached_property
@@ -71,8 +72,8 @@ def find_run_of_same_rows(job: Job, corpus: Corpus) -> RunDirectory | None:
     wanted = describe_run(job, corpus.files)
     for run, manifest in _runs(job):
         if run.is_success:
-            same = all(manifest.get(key) == wanted[key] for key in ("format", "kvbatch", "config_hash"))
-            same = same and is_same_model(manifest, job.model.path)
+            same = is_same_job(manifest, wanted)
+            same = same and is_same_model(manifest.model_files, manifest.revision, job.model.path)
             if same and not may_now_fit(run, manifest, job) and _has_same_rows(manifest, job, corpus):
                 return run
             return None
@@ -93,10 +94,10 @@ def reused_by_default(job: Job, semantic: Mapping[str, Any]) -> Reuse | None:
     """
     found: list[str] = []
     for run, manifest in _runs(job):
-        if _answers(manifest.get("semantic", {})) != _answers(semantic):
+        if _answers(manifest.semantic) != _answers(semantic):
             continue
         try:
-            if "plan" in manifest:
+            if manifest.plan:
                 run.check_file(run.plan)
         except InputError as error:
             logging.getLogger(__name__).warning("warning: no row of %s is reused: %s", run.path, error)
@@ -111,8 +112,8 @@ def time_of_last(job: Job, semantic: Mapping[str, Any]) -> datetime | None:
     """Return the time of the prompts of the last run whose answers an incremental job may take, but for the time."""
     wanted = _answers(semantic) | {RENDERED: None}
     for _, manifest in _runs(job):
-        if _answers(manifest.get("semantic", {})) | {RENDERED: None} == wanted:
-            return prompt_time(manifest)
+        if _answers(manifest.semantic) | {RENDERED: None} == wanted:
+            return manifest.time
     return None
 
 
@@ -123,7 +124,7 @@ def check_model(reuse: Reuse, semantic: Mapping[str, Any]) -> None:
         JobChanged: Another one made them.
     """
     for run in reuse.directories:
-        before = run.read_manifest().get("semantic", {})
+        before = run.read_manifest().semantic
         lines = changes({key: before.get(key) for key in _MODEL}, {key: semantic.get(key) for key in _MODEL})
         if lines:
             raise JobChanged(
@@ -131,7 +132,7 @@ def check_model(reuse: Reuse, semantic: Mapping[str, Any]) -> None:
             )
 
 
-def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
+def _runs(job: Job) -> Iterator[tuple[RunDirectory, Manifest]]:
     """Yield the job's runs, the newest first, with their manifests."""
     for run in job_runs(Path(job.output_dir)):
         try:
@@ -140,8 +141,8 @@ def _runs(job: Job) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
             logging.getLogger(__name__).warning("warning: nothing is taken from it: %s", error)
 
 
-def _has_same_rows(manifest: dict[str, Any], job: Job, corpus: Corpus) -> bool:
-    before = {file["path"]: file for file in manifest["input_files"]}
+def _has_same_rows(manifest: Manifest, job: Job, corpus: Corpus) -> bool:
+    before = {file["path"]: file for file in manifest.input_files}
     now = describe_files(corpus.files)
     if [*before] != [file["path"] for file in now]:
         return False
@@ -153,7 +154,7 @@ def _has_same_rows(manifest: dict[str, Any], job: Job, corpus: Corpus) -> bool:
         digest = hashlib.sha256()
         for document in corpus.read(file, FieldTypes()):
             digest.update(row_line(document))
-        if digest.hexdigest() != manifest["text_sha256"].get(file.path, hashlib.sha256().hexdigest()):
+        if digest.hexdigest() != manifest.text_sha256.get(file.path, hashlib.sha256().hexdigest()):
             return False
     return True
 
@@ -179,9 +180,9 @@ def kept_precision(run: RunDirectory) -> KeptPrecision | None:
     """Return what a run computes in, if its manifest can be read and says so."""
     try:
         manifest = run.read_manifest()
-        dtype = manifest["model"]["dtype"]
-        gflops = (manifest.get("precision") or {}).get("gflops")
-        precision = Precision(dtype, f"as in {run.run_id}", gflops)
-        return KeptPrecision(manifest["device"], precision) if dtype in NAMES else None
-    except (InputError, KeyError, TypeError, AttributeError):
+    except InputError:
         return None
+    if manifest.model is None or manifest.device is None or manifest.model.dtype not in NAMES:
+        return None
+    precision = Precision(manifest.model.dtype, f"as in {run.run_id}", manifest.precision.get("gflops"))
+    return KeptPrecision(manifest.device, precision)

@@ -10,9 +10,9 @@ from typing import Any
 from kvbatch.errors import Damaged
 from kvbatch.run_dir.checked_file import file_problem
 from kvbatch.run_dir.commit import check_shard, expected_shards
+from kvbatch.run_dir.describe import check_job_file
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import open_run
-from kvbatch.run_dir.manifest import check_job_file
 from kvbatch.run_dir.record import read_record
 from kvbatch.text import counted
 
@@ -29,7 +29,7 @@ def find_problems(run: RunDirectory, *, deep: bool = False) -> list[Damaged]:
     """
     manifest = run.read_manifest()
     problems: list[Damaged] = []
-    files = dict(manifest.get("files", {}))
+    files = dict(manifest.files)
     try:
         if run.summary.exists() or run.is_success:
             files |= read_record(run.summary, run.repair).get("files", {})
@@ -49,8 +49,8 @@ def find_problems(run: RunDirectory, *, deep: bool = False) -> list[Damaged]:
             num_rows += check_shard(run, number, deep=deep)["rows"]
         except Damaged as error:
             problems.append(error)
-    planned = manifest.get("num_rows")
-    if not problems and len(shards) == manifest.get("plan", {}).get("num_shards") and num_rows != planned:
+    planned = manifest.num_rows
+    if not problems and len(shards) == manifest.num_shards and num_rows != planned:
         what = f"hold {num_rows:,} rows, {planned:,} were planned"
         problems.append(Damaged(run.shards, what, run.repair))
     return problems
@@ -68,7 +68,7 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         manifest, shards = run.read_manifest(), expected_shards(run)
         problems = find_problems(run, deep=True) + _strangers(run)
-        described = len(manifest.get("files", {})) + len(run.read_summary().get("files", {}))
+        described = len(manifest.files) + len(run.read_summary().get("files", {}))
         num_files = 1 + run.summary.exists() + described + 2 * len(shards)
         damaged = {problem.path for problem in problems}
         for number in shards:
@@ -100,7 +100,7 @@ def render_verified(found: dict[str, Any]) -> str:
 
 def _strangers(run: RunDirectory) -> list[Damaged]:
     """Return the files beside the shards that are none, since whoever reads `part-*.parquet` reads them too."""
-    numbers = set(range(run.read_manifest().get("plan", {}).get("num_shards", 0)))
+    numbers = set(range(run.read_manifest().num_shards))
     found = []
     for file in sorted(run.shards.glob("part-*.parquet")):
         match = re.fullmatch(r"part-(\d{5,})\.parquet", file.name)

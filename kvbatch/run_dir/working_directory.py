@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.manifest import Manifest
 
 KEY = "working_directory"  # of the manifest
 
@@ -21,7 +22,7 @@ def enter_working_directory(run: RunDirectory) -> tuple[RunDirectory, str | None
         InputError: The manifest cannot be read.
     """
     manifest = run.read_manifest()
-    began = manifest.get(KEY)
+    began = manifest.working_directory
     if began is None or _is_here(began):
         return run, None
     found = RunDirectory(run.path.resolve())
@@ -47,9 +48,9 @@ def _is_here(path: str) -> bool:
         return False
 
 
-def _moved_to(run: RunDirectory, manifest: dict) -> str | None:
+def _moved_to(run: RunDirectory, manifest: Manifest) -> str | None:
     """Return the directory from which a run's relative output directory leads to where the run lies now."""
-    parts = Path(os.path.normpath(manifest.get("output_dir") or "/")).parts
+    parts = Path(os.path.normpath(manifest.output_dir or "/")).parts
     lies = run.path.parent.parts
     if not parts or parts[0] in ("/", "..") or lies[-len(parts) :] != parts:
         return None

@@ -1,1 +1,1 @@
-"""Which tokens a chunk keeps, and at how many bits. Imports: config, sizes, quantize, kernels, pages."""
+"""From scores to tiers and full pages, at once or in the background. Imports `pages` and below."""

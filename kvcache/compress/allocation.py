@@ -1,6 +1,6 @@
-"""From scores to what each token gets: a tier of bits, or eviction.
+"""From scores to tiers: which tokens of a chunk are kept at which bits, and which are evicted.
 
-A budget shares out the places of a chunk among its lanes; within a lane the highest scores win.
+A budget divides the number of kept tokens among the chunk's lanes; within a lane the highest scores are kept.
 """
 
 import torch
@@ -24,10 +24,10 @@ def assign_tiers(
 
     Args:
         tier_ratios: share of all tokens that each tier takes, best scores first; their sum is the keep ratio.
-        budget: `calibrated` gives every lane what the model's heads were found to need, `global` shares places over
-            all layers and heads by score, `per_head` within a layer over its heads, `uniform` gives every lane the
-            same number, `layered` gives every layer its weight's share and every head of it the same.
-        floor_ratio: part of the uniform share that no lane falls below (not `uniform` and `layered`).
+        budget: `calibrated` gives every lane the share measured for the model's heads, `global` keeps the best scores
+            of all layers and heads, `per_head` the best of all heads of a layer, `uniform` gives every lane the same
+            number, `layered` divides by layer weights and equally among the heads of a layer.
+        floor_ratio: fraction of the uniform share that every lane keeps at least (not `uniform` and `layered`).
         layer_weights: for `layered`, one relative weight per layer.
         lane_shares: for `calibrated`.
 
@@ -35,26 +35,28 @@ def assign_tiers(
         ValueError: An unknown budget, or weights that do not match the layers.
     """
     layers, heads, tokens = scores.shape
-    shares = torch.ones(layers, dtype=torch.float64)
+    shares = torch.ones(layers, dtype=torch.float64, device=scores.device)
     if budget == "layered":
         if layer_weights is None or len(layer_weights) != layers:
             given = None if layer_weights is None else len(layer_weights)
             raise ValueError(f"budget layered needs one weight per layer: {layers} layers, {given} weights")
-        weights = torch.tensor(layer_weights, dtype=torch.float64)
+        weights = torch.tensor(layer_weights, dtype=torch.float64, device=scores.device)
         shares = weights / weights.mean()
     elif budget not in BUDGETS:
         raise ValueError(f"budget {budget!r} is not known; use one of {', '.join(BUDGETS)}")
-    assert budget != "calibrated" or lane_shares is not None, "the model was not calibrated"
     tiers = torch.full_like(scores, EVICTED, dtype=torch.int64)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order)  # of a token within its lane
-    ranks.scatter_(-1, order, torch.arange(tokens).expand_as(order))
+    ranks.scatter_(-1, order, torch.arange(tokens, device=scores.device).expand_as(order))
     kept_ratio = 0.0
     bounds = []
     for ratio in tier_ratios:
         kept_ratio = min(1.0, kept_ratio + ratio)
         if budget == "calibrated":
-            bounds.append(ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio)[..., None])
+            assert lane_shares is not None, "the model was not calibrated"
+            bounds.append(
+                ranks < lane_shares.counts(kept_ratio, tokens, floor_ratio).to(scores.device)[..., None]
+            )
         else:
             bounds.append(_places(scores, ranks, kept_ratio, budget, floor_ratio, shares))
     # worst tier first: better tiers overwrite
@@ -71,9 +73,11 @@ def _places(
     if budget in ("uniform", "layered"):
         if ratio >= 1:
             return torch.ones_like(scores, dtype=torch.bool)
-        met = torch.full((layers, 1), ratio, dtype=torch.float64)
+        met = torch.full((layers, 1), ratio, dtype=torch.float64, device=scores.device)
         if budget == "layered":
-            met = scaled(shares[None, :, None], torch.tensor([ratio], dtype=torch.float64))[0]
+            met = scaled(
+                shares[None, :, None], torch.tensor([ratio], dtype=torch.float64, device=scores.device)
+            )[0]
         return ranks < (met * tokens).round()[:, :, None]
     floor = int(floor_ratio * ratio * tokens)
     protected = ranks < floor

@@ -1,7 +1,7 @@
-"""What becomes of a chunk: who is kept in which tier, and the pages that fill.
+"""Compress a chunk: assign its tokens to tiers and quantize the pages that become full.
 
-Reads what it is given and writes nothing, so that it may run beside the model (`background`); the cache then
-puts the outcome into pages.
+The compressor only reads its arguments, so that it can run while the model reads on (`background`); the cache then
+moves the result to pages.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.compressed import TIER_PAGE_TOKENS, CompressedLayout
 from kvcache.sizes.page_format import PageFormat
 
-Rows = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys [N, D], values [N, D]
+LaneTokens = tuple[Tensor, Tensor, Tensor]  # lanes [N], keys [N, D], values [N, D]
 
 
 @dataclass(frozen=True)
 class TierShare:
-    """What one tier gets.
+    """The tokens that one tier gets, as pages and as single tokens.
 
-    The rows are a whole tier's new tokens; of a quantized one, all those that have no full page yet.
+    The single tokens of a whole tier are its new tokens; those of a quantized tier are all that fill no page yet.
     """
 
     page_lanes: Tensor  # int64 [P] ascending
@@ -38,13 +38,13 @@ class TierShare:
 
 @dataclass(frozen=True)
 class Compressor:
-    """Compress by a policy; one for all sequences.
+    """Compress chunks as a policy says; one compressor serves all sequences.
 
     Args:
         layout: of the model and the policy.
         lane_shares: what each lane needs, for budget `calibrated`.
-        value_weights: how the columns of values make up for each other's errors, float32 `[lanes, D, D]`; None: nothing
-            compensates.
+        value_weights: `compensation_weights` of each lane's values, float32 `[lanes, D, D]`; None: errors are not
+            compensated.
     """
 
     layout: CompressedLayout
@@ -63,14 +63,14 @@ class Compressor:
         keep_all: bool = False,
         fill_pages: bool = False,
     ) -> list[TierShare]:
-        """Give each token its tier, drop the rest, and quantize the pages that become full.
+        """Assign each token to a tier or evict it, and quantize the pages that become full.
 
         Args:
-            pending: for each tier, the tokens that wait for its next page. They are read only.
-            key_weights: as `value_weights`, by the sequence's own queries.
-            scale: of the tiers' ratios.
-            keep_all: drop nothing, and let better tiers take so many more that they leave no page half full.
-            fill_pages: with this, drop the worst of the last tier that fill no page.
+            pending: for each tier, its tokens that do not fill a page yet; read, not changed.
+            key_weights: `compensation_weights` of each lane's keys, from the sequence's own queries.
+            scale: factor of the tiers' ratios.
+            keep_all: evict nothing, and give better tiers more tokens until they fill whole pages.
+            fill_pages: with `keep_all`, evict the lowest scores of the last tier that fill no page.
         """
         layout, config = self.layout, self.layout.config
         ratios = [tier.ratio * scale for tier in config.resolved_tiers]
@@ -80,8 +80,8 @@ class Compressor:
             scores.unflatten(0, (layout.num_layers, layout.num_kv_heads)),
             tuple(ratios),
             config.budget
-            if config.judges
-            else "uniform",  # who keeps everything equally has nothing to judge
+            if config.needs_scores
+            else "uniform",  # one tier that keeps everything needs no scores
             config.floor_ratio,
             config.layer_budget,
             self.lane_shares,
@@ -99,8 +99,10 @@ class Compressor:
                 shares.append(_whole_share(lanes, keys[lanes, tokens], values[lanes, tokens]))
             else:
                 new = (lanes, tokens)
-                shares.append(self._fill_pages(page_format, held.read_rows(), new, keys, values, key_weights))
-        if fill_pages:  # of lanes with less than a page some are left
+                shares.append(
+                    self._fill_pages(page_format, held.read_tokens(), new, keys, values, key_weights)
+                )
+        if fill_pages:  # lanes with less than one page still have tokens here
             last = shares[-1]
             shares[-1] = TierShare(
                 last.page_lanes, last.pages, last.lanes[:0], last.keys[:0], last.values[:0]
@@ -113,8 +115,8 @@ class Compressor:
         keys: Tensor,  # [lanes, 64, D]
         values: Tensor,  # [lanes, 64, D]
     ) -> TierShare:
-        """Give every lane 64 more tokens of a tier. Keys are rounded plainly: the prompt's queries are forgotten."""
-        lanes = torch.arange(self.layout.num_lanes)
+        """Make a page of 64 tokens for every lane; keys are not compensated: the prompt's queries are not kept."""
+        lanes = torch.arange(self.layout.num_lanes, device="cpu")
         if page_format == self.layout.whole:
             return _whole_share(
                 lanes.repeat_interleave(keys.shape[1]), keys.flatten(0, 1), values.flatten(0, 1)
@@ -126,30 +128,30 @@ class Compressor:
     def _fill_pages(
         self,
         page_format: PageFormat,
-        held: Rows,
+        held: LaneTokens,
         new: tuple[Tensor, Tensor],  # lanes [N] ascending, tokens [N]
         keys: Tensor,  # [lanes, C, D]
         values: Tensor,  # [lanes, C, D]
         key_weights: Tensor | None,
     ) -> TierShare:
-        """Join a chunk's tokens to those held in their lanes, and quantize as many whole pages as there are in each."""
+        """Append a chunk's tokens to those held in their lanes, and quantize each lane's full pages."""
         (held_lanes, held_keys, held_values), (new_lanes, tokens) = held, new
         size, num_lanes = page_format.page_tokens, self.layout.num_lanes
         num_held, num_new = (torch.bincount(x, minlength=num_lanes) for x in (held_lanes, new_lanes))
         lengths = num_held + num_new
         starts = lengths.cumsum(0) - lengths  # of the lanes
-        # Both are sorted, so each token's place among all follows from how many there are of which lane.
-        order = torch.empty(len(held_lanes) + len(new_lanes), dtype=torch.int64)
+        # Held and new tokens are sorted by lane, so the lanes' counts give each token's place among all.
+        order = torch.empty(len(held_lanes) + len(new_lanes), dtype=torch.int64, device="cpu")
         first_held = num_held.cumsum(0) - num_held
         first_new = num_new.cumsum(0) - num_new
-        order[(starts - first_held)[held_lanes] + torch.arange(len(held_lanes))] = ~torch.arange(
-            len(held_lanes)
-        )
-        place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes))
+        order[
+            (starts - first_held)[held_lanes] + torch.arange(len(held_lanes), device="cpu")
+        ] = ~torch.arange(len(held_lanes), device="cpu")
+        place = (starts + num_held - first_new)[new_lanes] + torch.arange(len(new_lanes), device="cpu")
         order[place] = new_lanes * keys.shape[1] + tokens
 
-        lanes, num_pages = torch.arange(num_lanes), lengths // size
-        full = torch.arange(len(order)) < (starts + num_pages * size).repeat_interleave(lengths)
+        lanes, num_pages = torch.arange(num_lanes, device="cpu"), lengths // size
+        full = torch.arange(len(order), device="cpu") < (starts + num_pages * size).repeat_interleave(lengths)
         rows = PageTokens(keys, values, held_keys, held_values, order[full].view(-1, size))
         page_lanes = lanes.repeat_interleave(num_pages)
         pages = self._quantize(page_format, page_lanes, rows, key_weights)
@@ -177,16 +179,16 @@ def _whole_share(lanes: Tensor, keys: Tensor, values: Tensor) -> TierShare:
 
 
 def _top_up(tiers: Tensor, number: int, scores: Tensor, held: Tensor) -> None:
-    """Move the best tokens of worse tiers to one tier, in place, until its new and held tokens fill whole pages."""
+    """Move the best tokens of worse tiers to one tier, in place, until its held and new tokens fill whole pages."""
     missing = -(held + (tiers == number).sum(1)) % TIER_PAGE_TOKENS
     order = scores.masked_fill(tiers <= number, -torch.inf).argsort(dim=1, descending=True, stable=True)
     tiers[(order.argsort(dim=1) < missing[:, None]) & (tiers > number)] = number
 
 
 def _cut(tiers: Tensor, number: int, scores: Tensor, held: Tensor) -> None:
-    """Drop the worst tokens of a tier, in place, that with those held fill no whole page.
+    """Evict the lowest scores of a tier, in place, until its held and new tokens fill whole pages.
 
-    The newer half goes last, oldest first: too few queries have seen it to judge it.
+    The newer half is evicted last, oldest first: too few queries have attended to it for its scores to mean much.
     """
     excess = (held + (tiers == number).sum(1)) % TIER_PAGE_TOKENS
     worth = scores.clone()

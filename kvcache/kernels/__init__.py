@@ -1,4 +1,1 @@
-"""Kernels over pages, in C++ and as torch references. Imports: user_cache, sizes, quantize.
-
-`cpu` holds the C++ kernels, `reference` runs everywhere; `registry` chooses.
-"""
+"""Kernels over pages: a protocol, the torch reference, the C++ kernels in `cpu`. Imports `quantize` and below."""

@@ -82,23 +82,20 @@ class PageTable:
         formats = tuple(dict.fromkeys(kind for pages in sequences for kind, _ in pages.formats))
         number = {kind: [n] for n, kind in enumerate(formats)}
         ids = [sum((number[kind] * count for kind, count in pages.formats), []) for pages in sequences]
-        num_lanes, widths = len(sequences[0].tokens), torch.tensor([len(each) for each in ids])
+        num_lanes, widths = len(sequences[0].tokens), torch.tensor([len(each) for each in ids], device="cpu")
         starts = (widths.cumsum(0) - widths) * num_lanes
         return cls(
             slab,
             formats,
             torch.cat([pages.addresses.flatten() for pages in sequences]),
-            torch.cat([torch.tensor(each, dtype=torch.uint8).repeat(num_lanes) for each in ids]),
+            torch.cat(
+                [torch.tensor(each, dtype=torch.uint8, device="cpu").repeat(num_lanes) for each in ids]
+            ),
             torch.cat([pages.counts.flatten() for pages in sequences]),
-            starts[:, None] + widths[:, None] * torch.arange(num_lanes),
+            starts[:, None] + widths[:, None] * torch.arange(num_lanes, device="cpu"),
             widths[:, None].repeat(1, num_lanes),
             torch.stack([pages.tokens for pages in sequences]),
         )
-
-    def lanes(self, start: int, end: int) -> "PageTable":
-        """Return the table of lanes `[start, end)` of every sequence."""
-        per_lane = {name: getattr(self, name)[:, start:end].contiguous() for name in _PER_LANE}
-        return replace(self, **per_lane)
 
     def by_layer(self, num_layers: int) -> list["PageTable"]:
         """Return a table for each layer, whose lanes are behind each other."""
@@ -134,17 +131,19 @@ class BlockTables:
         page_tokens: int,
     ) -> list[Self]:
         """Return those of each layer."""
-        widths = torch.tensor([table.shape[2] for table in pages])
+        widths = torch.tensor([table.shape[2] for table in pages], device="cpu")
         assert bool((lengths <= widths[:, None, None] * page_tokens).all()), (
             "a lane is longer than its block table"
         )
         assert all(table.is_contiguous() and table.dtype == torch.int64 for table in pages)
-        starts = torch.tensor([table.data_ptr() for table in pages])
+        starts = torch.tensor([table.data_ptr() for table in pages], device="cpu")
         _, num_layers, num_lanes = lengths.shape
-        lanes = torch.arange(num_layers * num_lanes).view(num_layers, 1, num_lanes)
+        lanes = torch.arange(num_layers * num_lanes, device="cpu").view(num_layers, 1, num_lanes)
         places = starts[:, None] + lanes * (widths * pages[0].itemsize)[:, None]  # [L, B, KVH]
         per_layer = zip(*(table.unbind() for table in pages), strict=True)
         return [
-            cls(tables, *each, page_tokens)
-            for tables, *each in zip(per_layer, lengths.transpose(0, 1).contiguous(), places, strict=True)
+            cls(tables, layer_lengths, layer_places, page_tokens)
+            for tables, layer_lengths, layer_places in zip(
+                per_layer, lengths.transpose(0, 1).contiguous(), places, strict=True
+            )
         ]

@@ -1,4 +1,4 @@
-"""Which tokens fill pages, told by where they lie: kernels read each of them once, there."""
+"""The tokens that fill pages, named by where they lie, so that kernels read each of them once, in place."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from kvcache.kernels.wide_copy import in_words
 
 @dataclass(frozen=True)
 class PageTokens:
-    """Name the tokens of pages: some of a chunk, and some held back in their lanes before.
+    """Name the tokens of pages: tokens of a chunk, and tokens of earlier chunks that were held back in their lanes.
 
     Attributes:
         keys, values: the chunk's, `[lanes, C, D]`; lanes may be apart.
         held_keys, held_values: `[H, D]`.
         index: int64 `[P, T]`, the tokens of each page. Number n is token n % C of the chunk's lane n // C, and ~n,
-            which is below zero, row n of those held.
+            which is below zero, token n of those held.
     """
 
     keys: Tensor
@@ -28,7 +28,7 @@ class PageTokens:
     @classmethod
     def of_pages(cls, keys: Tensor, values: Tensor) -> "PageTokens":
         """Name all tokens `[P, T, D]` of pages that lie there whole."""
-        index = torch.arange(keys.shape[0] * keys.shape[1]).view(keys.shape[:2])
+        index = torch.arange(keys.shape[0] * keys.shape[1], device="cpu").view(keys.shape[:2])
         return cls(keys, values, keys[:0, 0], values[:0, 0], index)
 
     def gather(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -43,4 +43,4 @@ class PageTokens:
         for chunk, held in ((self.keys, self.held_keys), (self.values, self.held_values)):
             rows = torch.cat([in_words(chunk)[lanes, tokens].view(chunk.dtype), held.to(chunk.dtype)])
             out.append(rows.index_select(0, place).view(*index.shape, chunk.shape[2]))
-        return tuple(out)
+        return out[0], out[1]

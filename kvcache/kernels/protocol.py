@@ -1,6 +1,9 @@
-"""What kernels over pages compute; `reference` is their specification, in plain torch."""
+"""What a set of kernels over pages must offer; `reference` (torch) and `cpu.ops` (C++) are its two implementations.
 
-from collections.abc import Iterable
+`reference` also says what each function computes: its docstrings are the specification.
+"""
+
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,18 +12,33 @@ from torch import Tensor
 from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.kernels.page_tokens import PageTokens
 from kvcache.quantize.error_compensation import Compensation
+from kvcache.sizes.full import CacheLayout
 from kvcache.sizes.page_format import PageFormat
+
+# Pages that lie in one byte slab, by address, or in a pool's two slabs of keys and values, by page id.
+AnyPageFormat = PageFormat | CacheLayout
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """Say how a chunk attends.
+
+    Args:
+        scale: what scores are multiplied by, above 0.
+        rounds: numbers may be rounded to integers where the CPU multiplies those faster.
+        num_threads: the result does not depend on it.
+    """
+
+    scale: float
+    rounds: bool = False
+    num_threads: int = 1
 
 
 class PageKernels(Protocol):
-    """Functions over the pages of a pool; a module with these functions will do.
+    """Quantize pages, read them back and attend to them. The modules `reference` and `cpu.ops` implement it."""
 
-    `reference` says what each of them returns. `num_threads` changes how long it takes, and no bit of the result.
-    """
-
-    def supports(self, page_format: PageFormat) -> bool:
-        """Tell whether the kernels run here and know pages of a format."""
-        ...
+    def supports(self, page_format: AnyPageFormat) -> bool:
+        """Tell whether every function below takes pages of this format."""
 
     def quantize(
         self,
@@ -30,8 +48,7 @@ class PageKernels(Protocol):
         *,
         num_threads: int = 1,
     ) -> Tensor:
-        """Pack full pages."""
-        ...
+        """Pack full pages, uint8 `[P, page_bytes]`."""
 
     def dequantize(
         self,
@@ -41,12 +58,7 @@ class PageKernels(Protocol):
         out: tuple[Tensor, Tensor] | None = None,
         num_threads: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Unpack the keys and values of all lanes."""
-        ...
-
-    def write_rows(self, slab: Tensor, places: Tensor, rows: Tensor, *, num_threads: int = 1) -> None:
-        """Write keys or values at full precision to a slab."""
-        ...
+        """Return keys and values of all lanes, `[tokens, D]` each."""
 
     def decode_attention(
         self,
@@ -57,8 +69,7 @@ class PageKernels(Protocol):
         want_largest: bool = False,
         num_threads: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend one query of each sequence to pages of any format."""
-        ...
+        """Attend one query per sequence and head to pages of any formats."""
 
     def decode_attention_pool(
         self,
@@ -71,24 +82,10 @@ class PageKernels(Protocol):
         want_largest: bool = False,
         num_threads: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend one query of each sequence to whole pages, keys and values in slabs of their own."""
-        ...
+        """Attend one query per sequence and head to the pages of a pool."""
 
-    def prefill_attention(
-        self,
-        q: Tensor,
-        table: PageTable | None,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scale: float,
-        distance: int | None = None,
-        out: Tensor | None = None,
-        rounds: bool = False,
-        num_threads: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend a chunk to older pages of any format, and causally to explicit keys."""
-        ...
+    def write_rows(self, slab: Tensor, places: Tensor, rows: Tensor, *, num_threads: int = 1) -> None:
+        """Write new keys or values of all lanes to their places in a slab."""
 
     def prefill_attention_pool(
         self,
@@ -97,16 +94,21 @@ class PageKernels(Protocol):
         values: Tensor,
         pages: Tensor,
         past: Tensor,
+        options: PrefillOptions,
         *,
-        scale: float,
         out: Tensor | None = None,
-        rounds: bool = False,
-        num_threads: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Attend a chunk causally to whole pages that hold the chunk too."""
-        ...
+        """Attend a chunk causally to the pages of a pool, which hold the chunk's own tokens too."""
 
-
-def supports_all(kernels: PageKernels, formats: Iterable[PageFormat]) -> bool:
-    """Tell whether kernels know every one of some formats."""
-    return all(map(kernels.supports, formats))
+    def prefill_attention(
+        self,
+        q: Tensor,
+        table: PageTable | None,
+        keys: Tensor,
+        values: Tensor,
+        options: PrefillOptions,
+        *,
+        distance: int | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend a chunk to pages of any formats and causally to explicit keys."""

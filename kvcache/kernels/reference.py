@@ -1,6 +1,6 @@
-"""The kernels over pages in plain torch: their specification, and what runs where they cannot be compiled.
+"""The kernels over pages in plain torch: their specification, used where nothing can be compiled.
 
-One lane at a time, softmax in float32.
+One lane at a time, softmax in float32. Any page format is supported.
 """
 
 import math
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvcache.kernels.page_table import BlockTables, PageTable
 from kvcache.kernels.page_tokens import PageTokens
+from kvcache.kernels.protocol import AnyPageFormat, PrefillOptions
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.quantize.pages import dequantize_pages, quantize_pages
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 
-def supports(page_format: PageFormat) -> bool:
-    """See `PageKernels.supports`: every format."""
+def supports(page_format: AnyPageFormat) -> bool:
+    """See `PageKernels.supports`: a new page format starts here."""
     return True
 
 
@@ -42,7 +43,7 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values of all lanes, dense: `[sum of table.tokens, D]`, lane behind lane.
 
-    `out` is room for them, to be used again: fresh memory costs many times the arithmetic. Its dtype counts.
+    `out` is room for them, with its dtype, to be used again: fresh memory costs many times the arithmetic.
     """
     lanes = [_lane(table, first, count) for first, count in _entries(table)]
     keys, values = (torch.cat(parts) for parts in zip(*lanes, strict=True))
@@ -81,7 +82,7 @@ def decode_attention_pool(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend as `decode_attention` does, over full-precision pages, keys and values in slabs of their own."""
     lanes = (
-        tuple(slab[lane].flatten(0, 1)[:length].float() for slab in (keys, values))
+        (keys[lane].flatten(0, 1)[:length].float(), values[lane].flatten(0, 1)[:length].float())
         for pages, lengths in zip(tables.pages, tables.lengths.tolist(), strict=True)
         for lane, length in zip(pages, lengths, strict=True)
     )
@@ -97,10 +98,10 @@ def write_rows(
 ) -> None:
     """Write keys or values to a slab, in its type.
 
-    `places[h, t]` is the slab's number at which row t of lane h begins, a multiple of the head's size or of 16.
+    `places[h, t]` is the slab's element at which token t of lane h begins, a multiple of the head's size or of 16.
     """
     dim = rows.shape[2]
-    piece = math.gcd(dim, 16)  # of rows that begin anywhere, larger ones are faster
+    piece = math.gcd(dim, 16)  # the largest piece that all places are multiples of is the fastest
     index = places[:, :, None] // piece + torch.arange(dim // piece, device=places.device)
     pieces = rows.transpose(0, 1).to(slab.dtype).reshape(-1, piece)
     slab.view(-1, piece)[index.flatten().to(slab.device)] = pieces
@@ -112,16 +113,14 @@ def prefill_attention_pool(
     values: Tensor,  # [P, page_tokens, D]
     pages: Tensor,  # int64 [KVH, pages]
     past: Tensor,  # int64 [KVH]
+    options: PrefillOptions,
     *,
-    scale: float,
     out: Tensor | None = None,  # [C, H, D]
-    rounds: bool = False,
-    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend a chunk of one sequence causally to full-precision pages that hold the chunk's own tokens too.
 
     The chunk's tokens are in slots `[past, past + C)` of their lanes; query `i` sees slots `[0, past + i]`.
-    `out` is room for the output, to be used again. `rounds` changes nothing: rounding gains nothing here.
+    `out` is room for the output, to be used again. `options.rounds` changes nothing: rounding gains nothing here.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp, float32 `[C, H]`.
@@ -129,7 +128,7 @@ def prefill_attention_pool(
     outs, lses = [], []
     for head, (lane, before) in enumerate(zip(pages, past.tolist(), strict=True)):
         k, v = (slab[lane].flatten(0, 1)[: before + len(q)].float() for slab in (keys, values))
-        part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, scale)
+        part, lse, _ = _attend_causally(_heads(q, head, len(pages)), k, v, options.scale)
         outs.append(part)
         lses.append(lse)
     joined = torch.cat(outs, 1).to(q.dtype)
@@ -141,16 +140,14 @@ def prefill_attention(
     table: PageTable | None,  # one sequence, KVH lanes
     keys: Tensor,  # [KVH, N, D] lanes may be apart
     values: Tensor,  # [KVH, N, D]
+    options: PrefillOptions,
     *,
-    scale: float,
     distance: int | None = None,
     out: Tensor | None = None,  # [C, H, D]
-    rounds: bool = False,
-    num_threads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend a chunk of one sequence to its pages, all of them older, and causally to explicit keys.
 
-    The last C keys are the chunk's own. `out` and `rounds` are as above.
+    The last C keys are the chunk's own. `out` and `options` are as above.
 
     Returns:
         output `[C, H, D]` in q's dtype; natural log-sum-exp over pages and keys, float32 `[C, H]`; with `distance`, the
@@ -158,14 +155,19 @@ def prefill_attention(
         of its lane's heads, float32 `[KVH, N]`.
     """
     num_lanes, num_prefill_buffer = keys.shape[:2]
-    entries = _entries(table) if table else [None] * num_lanes
+    entries = _entries(table) if table else []
     position = torch.arange(len(q), device=q.device)[:, None] + num_prefill_buffer - len(q)
     outs, lses, largest = [], [], []
-    for head, entry in enumerate(entries):
-        lane = (keys[head].float(), values[head].float())
-        if entry:
-            lane = [torch.cat(parts) for parts in zip(_lane(table, *entry), lane, strict=True)]
-        part, lse, weights = _attend_causally(_heads(q, head, num_lanes), *lane, scale)
+    for head in range(num_lanes):
+        lane_keys, lane_values = keys[head].float(), values[head].float()
+        if table:
+            older_keys, older_values = _lane(table, *entries[head])
+            lane_keys, lane_values = (
+                torch.cat([older_keys, lane_keys]),
+                torch.cat([older_values, lane_values]),
+            )
+        heads = _heads(q, head, num_lanes)
+        part, lse, weights = _attend_causally(heads, lane_keys, lane_values, options.scale)
         outs.append(part)
         lses.append(lse)
         if distance is not None:
@@ -200,6 +202,7 @@ def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
 def _attend(
     q: Tensor, lanes: Iterable[tuple[Tensor, Tensor]], num_items: int, scale: float, want_largest: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend the query heads of each item to its lane; `lanes` are keys and values `[n, D]` of each."""
     rows = q.float().reshape(num_items, -1, q.shape[2])  # [B × KVH, G, D]
     out, lse, largest = torch.zeros_like(rows), rows.new_empty(rows.shape[:2]), []
     for item, (keys, values) in enumerate(lanes):
@@ -226,11 +229,13 @@ def _lane(table: PageTable, first: int, num_pages: int) -> tuple[Tensor, Tensor]
     lane = torch.zeros(2, num_tokens, table.formats[0].head_dim, device=table.slab.device)
     for number, page_format in enumerate(table.formats):
         chosen = ((format_ids == number) & (counts > 0)).nonzero().flatten()
-        units = table.addresses[entries][chosen, None] + torch.arange(page_format.page_units, device="cpu")
+        units = table.addresses[entries][chosen, None] + torch.arange(
+            page_format.page_units, device=table.addresses.device
+        )
         parts = dequantize_pages(table.slab.view(-1, UNIT_BYTES)[units].flatten(1), page_format)
-        slots = torch.arange(page_format.page_tokens, device="cpu")
+        slots = torch.arange(page_format.page_tokens, device=counts.device)
         valid = slots < counts[chosen, None]
         rows = ((ends - counts)[chosen, None] + slots)[valid]
         for part, into in zip(parts, lane, strict=True):
             into[rows] = part[valid]
-    return lane.unbind()
+    return lane[0], lane[1]

@@ -1,29 +1,21 @@
-"""Which kernels run: the compiled ones of a device where they support the pages, else the torch reference."""
+"""Which kernels run: the compiled ones where they are and support the pages, else their torch references."""
 
 import torch
 
 from kvcache.kernels import reference
-from kvcache.kernels.protocol import PageKernels, supports_all
-from kvcache.sizes.page_format import PageFormat
+from kvcache.kernels.protocol import AnyPageFormat, PageKernels
 
 
-def kernels_for(device: torch.device | str, *formats: PageFormat) -> PageKernels:
-    """Return the kernels for pages of these formats.
-
-    A format that compiled kernels do not support runs in the reference, so a new format starts there alone.
-
-    Args:
-        device: where the pages lie.
-        formats: of all pages that one call reads.
-    """
-    compiled = compiled_kernels(device)
-    return compiled if compiled and supports_all(compiled, formats) else reference
+def kernels_for(device: torch.device, *page_formats: AnyPageFormat) -> PageKernels:
+    """Return the fastest kernels on a device that support all of these page formats; `reference` supports any."""
+    return compiled_kernels(device, *page_formats) or reference
 
 
-def compiled_kernels(device: torch.device | str) -> PageKernels | None:
-    """Return the compiled kernels of a device, or None where it has none."""
-    if torch.device(device).type != "cpu":
+def compiled_kernels(device: torch.device, *page_formats: AnyPageFormat) -> PageKernels | None:
+    """Return the compiled kernels, or None where there are none for this device and these page formats."""
+    if device.type != "cpu":
         return None
     from kvcache.kernels.cpu import ops
 
-    return ops if ops.library() else None
+    supported = all(map(ops.supports, page_formats))
+    return ops if supported and ops.library() is not None else None

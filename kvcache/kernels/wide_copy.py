@@ -1,7 +1,7 @@
-"""Rows of numbers moved as wide words.
+"""Copying vectors of numbers as wide words.
 
-Indexing moves one number after the other, whatever their size: a page of bytes takes thirteen times as long as the same
-page in words of 16 bytes.
+Indexing copies number by number, whatever their size: a page of bytes takes thirteen times as long as the same page in
+words of 16 bytes.
 """
 
 import torch

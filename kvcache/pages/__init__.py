@@ -1,1 +1,1 @@
-"""The block pool, pages in its blocks, and the prefill buffer. Imports: sizes, quantize, kernels."""
+"""Where pages lie: blocks, pools, lists of pages, prefill buffers. Imports `kernels` and below."""

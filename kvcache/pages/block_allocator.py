@@ -1,6 +1,6 @@
-"""Which block of a preallocated slab is free, and how many holders each has.
+"""Which blocks of a preallocated slab are free, and how many holders each has.
 
-Knows blocks by number alone: not what lies in them, nor whose they are.
+Blocks are plain numbers here, whatever lies in them.
 """
 
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class PoolExhausted(RuntimeError):
-    """More blocks were asked for than are free; admission should have prevented it."""
+    """An allocation needs more blocks than are free; admission should have prevented it."""
 
 
 class BlockAllocator:
     """Count the holders of `num_blocks` blocks, all free at first."""
 
     def __init__(self, num_blocks: int):
-        self._holders = torch.zeros(num_blocks, dtype=torch.int32)
+        self._holders = torch.zeros(num_blocks, dtype=torch.int32, device="cpu")
         self.num_free = num_blocks
         self.peak_blocks = 0
 
@@ -30,7 +30,7 @@ class BlockAllocator:
         return self.num_blocks - self.num_free
 
     def allocate(self, num_runs: int, run_blocks: int = 1) -> Tensor:
-        """Take `num_runs` × `run_blocks` blocks, each run of consecutive blocks where the free list allows it.
+        """Allocate `num_runs` × `run_blocks` blocks, each run of consecutive blocks where the free list allows it.
 
         A kernel reads a run as one strided tensor; scattered blocks are as correct, only slower.
 
@@ -38,7 +38,7 @@ class BlockAllocator:
             int64 `[num_runs, run_blocks]` block numbers.
 
         Raises:
-            PoolExhausted: Fewer blocks are free. Nothing is taken.
+            PoolExhausted: Fewer blocks are free. Nothing is allocated.
         """
         wanted = num_runs * run_blocks
         if wanted > self.num_free:
@@ -57,19 +57,14 @@ class BlockAllocator:
         self._holders[blocks] += 1
 
     def release(self, blocks: Tensor) -> None:
-        """Take one holder off each block; a block without holders is free."""
+        """Remove one holder of each block; a block without holders is free."""
         blocks = blocks.flatten()
         assert bool((self._holders[blocks] > 0).all()), "a block was released twice"
         self._holders[blocks] -= 1
         self.num_free += int((self._holders[blocks] == 0).sum())
 
-    def clear(self) -> None:
-        """Free every block, whoever holds it."""
-        self._holders.zero_()
-        self.num_free = self.num_blocks
-
     def check(self, held: Iterable[Tensor] = ()) -> None:
-        """Prove the books: every block has exactly the holders that `held` names.
+        """Assert that every block has exactly the holders that `held` names.
 
         Args:
             held: one tensor of block numbers per holder.
@@ -79,9 +74,11 @@ class BlockAllocator:
         """
         expected = torch.zeros_like(self._holders)
         for blocks in held:
-            expected.index_add_(0, blocks.flatten(), torch.ones(blocks.numel(), dtype=torch.int32))
+            expected.index_add_(
+                0, blocks.flatten(), torch.ones(blocks.numel(), dtype=torch.int32, device="cpu")
+            )
         wrong = (expected != self._holders).nonzero().flatten()
-        assert not len(wrong), f"blocks {wrong[:8].tolist()} have holders that nobody knows, or miss one"
+        assert not len(wrong), f"blocks {wrong[:8].tolist()} have more or fewer holders than were named"
         assert self.num_free == int((self._holders == 0).sum()), "the count of free blocks is off"
 
 
@@ -97,12 +94,12 @@ def _prefer_runs(free: Tensor, num_runs: int, run_blocks: int) -> Tensor:
     runs_in = (ends - starts) // run_blocks
     # the offset in `free` of every run, island after island
     first = starts.repeat_interleave(runs_in)
-    rank = torch.arange(len(first)) - (runs_in.cumsum(0) - runs_in).repeat_interleave(runs_in)
+    rank = torch.arange(len(first), device="cpu") - (runs_in.cumsum(0) - runs_in).repeat_interleave(runs_in)
     offsets = (first + rank * run_blocks)[:num_runs]
-    taken = offsets[:, None] + torch.arange(run_blocks)
+    taken = offsets[:, None] + torch.arange(run_blocks, device="cpu")
     missing = num_runs - len(offsets)
     if missing:
-        rest = torch.ones(len(free), dtype=torch.bool)
+        rest = torch.ones(len(free), dtype=torch.bool, device="cpu")
         rest[taken.flatten()] = False
         scattered = rest.nonzero().flatten()[: missing * run_blocks]
         taken = torch.cat([taken, scattered.reshape(missing, run_blocks)])

@@ -9,8 +9,8 @@ from torch import Tensor
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """Ask for a new tensor's memory in huge pages, best before anything is written to it, and return the tensor.
 
-    Whoever reads much more than the processor's table of addresses covers, weights and caches, waits less
-    (benchmarks/kernels.md). Where they are not to be had, nothing changes.
+    Reading weights and caches, which are far larger than the processor's address table covers, then waits less
+    (benchmarks/kernels.md). Where the system has no huge pages, nothing changes.
     """
     if tensor.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

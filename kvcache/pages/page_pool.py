@@ -1,6 +1,6 @@
-"""The page pool: one preallocated slab of keys and one of values, handed out by the page.
+"""The page pool: one preallocated slab of keys and one of values, allocated by the page.
 
-Does not know sequences, layers or heads.
+It has no notion of sequences, layers or heads.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kvcache.sizes.full import CacheLayout
 
 
 class PagePool(BlockAllocator):
-    """Hold `num_pages` pages of keys and values, rounded to the pool's type as they come.
+    """Hold `num_pages` pages of keys and values, rounded to the pool's dtype when they are stored.
 
     Args:
         layout: sizes of a page.
@@ -29,15 +29,15 @@ class PagePool(BlockAllocator):
         super().__init__(num_pages)
         shape = (num_pages, layout.page_tokens, layout.head_dim)
         self.layout = layout
-        # zeroed: the memory is really taken now, not when a job is half done
+        # zeroed, so that the system provides the memory now and not in the middle of a job
         self.keys, self.values = (  # [P, page_tokens, D]
             in_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for _ in range(2)
         )
-        self._kernels = kernels_for(self.keys.device, layout.page_format)
+        self._kernels = kernels_for(self.keys.device, layout)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the slab itself, asked of the tensors."""
+        """Bytes of both slabs, read off the tensors."""
         return self.keys.nbytes + self.values.nbytes
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcache.pages.block_allocator import BlockAllocator
 from kvcache.quantize.error_compensation import compensation_weights
 
-# One of so many queries is looked at for the moments, which a few hundred guess well (benchmarks/compression.md).
+# One query of so many enters the second moments: a few hundred estimate them well (benchmarks/compression.md).
 OBSERVED_EVERY = 16
 
 
@@ -45,9 +45,9 @@ class PrefillBuffer:
     """One lease: the last `length` tokens of a sequence.
 
     Attributes:
-        keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key not yet seen.
-        moments: sum of q qᵀ over every sixteenth of the sequence's queries so far, float32 `[L, KVH, D, D]`; empty if
-            nothing compensates.
+        keys, values: `[L, KVH, capacity, D]`; scores: `[L, KVH, capacity]`, 0 for a key that no query has attended to.
+        second_moments: sum of q qᵀ over every sixteenth of the sequence's queries so far, float32 `[L, KVH, D, D]`;
+            empty if errors are not compensated.
         length: tokens held.
     """
 
@@ -73,16 +73,18 @@ class PrefillBuffer:
         self.scores[layer, :, self.length : end] = 0
 
     def observe(self, layer: int, queries: Tensor) -> None:
-        """Add one layer's new queries `[C, H, D]` to the moments."""
+        """Add one layer's new queries `[C, H, D]` to the second moments."""
         if self.second_moments.numel():
-            seen = queries[-self.length % OBSERVED_EVERY :: OBSERVED_EVERY]  # whatever steps a chunk comes in
+            seen = queries[
+                -self.length % OBSERVED_EVERY :: OBSERVED_EVERY
+            ]  # the same queries however a chunk is cut into steps
             rows = seen.float().unflatten(1, (self.second_moments.shape[1], -1)).transpose(0, 1).flatten(1, 2)
             self.second_moments[layer].baddbmm_(rows.mT, rows)
             self._key_weights = None
 
     @property
     def key_weights(self) -> Tensor | None:
-        """How the columns of keys make up for each other's errors, `[lanes, D, D]`, by the queries so far."""
+        """`compensation_weights` of each lane's keys by the queries so far, `[lanes, D, D]`."""
         if self._key_weights is None and self.second_moments.numel():
             self._key_weights = compensation_weights(self.second_moments.flatten(0, 1))
         return self._key_weights
@@ -92,17 +94,17 @@ class PrefillBuffer:
         self.length += num_tokens
 
     def drop_front(self, num_tokens: int) -> None:
-        """Forget the oldest tokens."""
+        """Remove the oldest tokens."""
         rest = self.length - num_tokens
         for tensor in (self.keys, self.values, self.scores):
-            for layer in tensor:  # one at a time: in the processor's cache a copy costs little
+            for layer in tensor:  # layer by layer, since a copy within the processor's cache is cheap
                 left = layer[:, num_tokens : self.length]
                 layer[:, :rest] = left if rest <= num_tokens else left.clone()  # where they overlap
         self.length = rest
-        self._key_weights = None  # as large as the moments, which alone are counted
+        self._key_weights = None  # as large as the second moments; only those are in the memory plan
 
     def copy_from(self, other: "PrefillBuffer") -> None:
-        """Take over another prefill buffer's tokens, scores and moments."""
+        """Copy another prefill buffer's tokens, scores and second moments."""
         self.length = other.length
         for mine, theirs in zip(
             (self.keys, self.values, self.scores), (other.keys, other.values, other.scores), strict=True
@@ -111,5 +113,5 @@ class PrefillBuffer:
         self.second_moments.copy_(other.second_moments)
 
     def free(self) -> None:
-        """Give the lease back."""
+        """Return the lease."""
         self._pool.release(self._lease)

@@ -1,25 +1,31 @@
-"""A tier's list of pages, in which in decode an old page makes room for a new one: least recently used, per lane."""
+"""A tier's list of pages, in which decode evicts the page of a lane that was attended longest ago (LRU)."""
+
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcache.pages.block_pool import PageStore
 from kvcache.pages.page_list import PageList
+from kvcache.sizes.page_format import PageFormat
 
 
 class TierList(PageList):
-    """Hold a tier's pages and remember when each was last attended.
+    """Hold a tier's pages and how long ago each was attended.
 
     Attributes:
-        idle: int64 `[lanes, pages]`, decode steps since a page was attended, or since it was begun.
+        idle: int64 `[lanes, pages]`, decode steps since a page was attended, or since its first token.
     """
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(
+        self, store: PageStore, page_format: PageFormat, num_lanes: int, whole_dtype: torch.dtype
+    ) -> None:
+        super().__init__(store, page_format, num_lanes, whole_dtype)
         self.idle = torch.zeros_like(self.addresses)
         self._num_shared = torch.zeros_like(
             self.lengths
-        )  # the first pages of each lane, which a prefix holds too
+        )  # of each lane's first pages, those a prefix holds too
 
     def note_attention(self, attended: Tensor) -> None:
         """Count a decode step that attended some of the pages, bool `[lanes, pages]`."""
@@ -28,11 +34,12 @@ class TierList(PageList):
     def make_room(self, num_tokens: Tensor) -> None:
         """Release as many pages of each lane as `num_tokens[lane]` more tokens need, those idle for longest.
 
-        Of pages equally idle the oldest goes. Shared pages and one not yet full stay: a lane that has no others grows.
+        Of pages equally idle the oldest is evicted. Shared pages and a page not yet full are never evicted: a lane that
+        has no other pages grows.
         """
         size = self.format.page_tokens
         needed = -(-(self.lengths + num_tokens) // size) - (self.addresses >= 0).sum(1)
-        places = torch.arange(self.addresses.shape[1])
+        places = torch.arange(self.addresses.shape[1], device="cpu")
         may_leave = (places >= self._num_shared[:, None]) & (places < self.lengths[:, None] // size)
         order = self.idle.masked_fill(~may_leave, -1).argsort(dim=1, descending=True, stable=True)
         leaves = torch.zeros_like(may_leave).scatter_(1, order, places < needed[:, None]) & may_leave
@@ -40,12 +47,12 @@ class TierList(PageList):
             return
         self._store.release(self.format, self.addresses[leaves])
         self.lengths = self.lengths - leaves.sum(1) * size
-        order = leaves.byte().argsort(dim=1, stable=True)  # those that stay move up
+        order = leaves.byte().argsort(dim=1, stable=True)  # the remaining pages move up
         self.addresses = self.addresses.masked_fill(leaves, -1).gather(1, order)
         self.idle = self.idle.masked_fill(leaves, 0).gather(1, order)
 
-    def clone_into(self, store, *, share: bool) -> "TierList":
-        """See `PageList.clone_into`; shared pages are never released."""
+    def clone_into(self, store: PageStore, *, share: bool) -> Self:
+        """See `PageList.clone_into`; shared pages are never evicted."""
         other = super().clone_into(store, share=share)
         other.idle = torch.zeros_like(other.addresses)
         if share:

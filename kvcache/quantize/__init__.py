@@ -1,1 +1,1 @@
-"""Keys and values to pages of few bits, and back. Imports: sizes."""
+"""Keys and values to pages of packed codes and back, in torch. Imports `sizes`."""

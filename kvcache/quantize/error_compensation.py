@@ -1,8 +1,8 @@
-"""Which rounding errors matter together: from second moments to the weights by which columns make up for each other.
+"""Error compensation: from second moments to the weights by which columns compensate each other's rounding errors.
 
 Optimal brain quantization as GPTQ does it to weights (Frantar et al. 2022), applied to pages, in its equivalent form as
 a nearest plane search (Chen et al. 2025): the columns of a page are rounded one after the other, each aimed at what it
-should be plus a weighted sum of the errors made before it. Bytes and readers stay as they are; only the codes differ.
+should be plus a weighted sum of the errors made before it. The page format stays the same; only the codes differ.
 
 An error e of a key costs eᵀ E[q qᵀ] e in its scores, an error of a value eᵀ Wᵀ W e behind the output projection W.
 """
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of the mean of the diagonal: queries so far are a guess at those that follow. benchmarks/compression.md has others.
+# Fraction of the diagonal's mean, since past queries only estimate later ones (benchmarks/compression.md has others).
 _DAMPING = 0.3
 
 
 @dataclass(frozen=True)
 class Compensation:
-    """How the columns of pages make up for each other's errors.
+    """How the columns of pages compensate each other's errors.
 
     Args:
-        key_weights: `compensation_weights` of every lane's queries; None: keys are rounded each for itself.
+        key_weights: `compensation_weights` of every lane's queries; None: keys are not compensated.
         value_weights: `compensation_weights` of every lane's output projection.
-        lanes: the lane of each page, a row of the weights.
+        lanes: the lane of each page, an index of the weights.
     """
 
     key_weights: Tensor | None  # [lanes, D, D] float32

@@ -1,7 +1,6 @@
 """Packing keys and values into quantized pages and back: the specification of every kernel.
 
-Owns the arithmetic and the rotations; `page_format` says where each byte lies. All pages of a call at once.
-Codes are packed through wider integers of the same bytes, so a little endian host is assumed, as torch does.
+Holds the arithmetic and the rotations; `page_format` says where each byte lies. All pages of a call at once.
 """
 
 import math
@@ -10,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvcache.quantize.codes import pack_codes, unpack_codes
 from kvcache.quantize.error_compensation import Compensation
 from kvcache.sizes.page_format import PageFormat
 
@@ -78,44 +78,6 @@ def dequantize_pages(
     return keys, torch.addcmul(minimum, unpack_codes(codes, page_format.value_bits).float(), scale)
 
 
-def pack_codes(
-    codes: Tensor,  # [..., D] uint8, each below 2 ** bits
-    bits: int,
-) -> Tensor:  # [..., D * bits / 8] uint8
-    """Pack codes into bytes as `page_format` lays them out."""
-    if bits == 8:
-        return codes
-    if bits == 3:
-        return torch.cat([pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)], dim=-1)
-    if bits == 4:
-        pairs = codes.view(torch.int16)
-        return (pairs | pairs >> 4).to(torch.uint8)  # the low byte is all that is kept
-    # four codes of 1 or 2 bits, a byte apart, are moved next to each other
-    fours = codes.view(torch.int32)
-    close = 8 - bits
-    packed = (fours | fours >> close | fours >> 2 * close | fours >> 3 * close).to(torch.uint8)
-    return packed if bits == 2 else pack_codes(packed & 15, 4)
-
-
-def unpack_codes(
-    packed: Tensor,  # [..., D * bits / 8] uint8
-    bits: int,
-) -> Tensor:  # [..., D] uint8
-    """Undo `pack_codes`."""
-    if bits == 8:
-        return packed
-    if bits == 3:
-        low_bytes = packed.shape[-1] * 2 // 3
-        return unpack_codes(packed[..., :low_bytes], 2) | unpack_codes(packed[..., low_bytes:], 1) << 2
-    if bits == 4:
-        pairs = packed.to(torch.int16)
-        return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
-    fours = (packed if bits == 2 else unpack_codes(packed, 4)).to(torch.int32)
-    apart = 8 - bits
-    spread = fours | fours << apart | fours << 2 * apart | fours << 3 * apart
-    return (spread & (0x03030303 if bits == 2 else 0x01010101)).view(torch.uint8)
-
-
 def rotation(head_dim: int) -> Tensor:  # [D, D] float32
     """Return the orthogonal, symmetric matrix whose `x @ R` spreads a head's outliers over all its elements.
 
@@ -124,11 +86,13 @@ def rotation(head_dim: int) -> Tensor:  # [D, D] float32
     rotation of values is folded into the weights.
     """
     power = head_dim & -head_dim
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(hadamard) < power:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+        hadamard = torch.kron(
+            torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu"), hadamard
+        )
     odd = head_dim // power
-    index = torch.arange(odd, dtype=torch.float64)
+    index = torch.arange(odd, dtype=torch.float64, device="cpu")
     angle = 2 * math.pi / odd * index[:, None] * index
     return (torch.kron(hadamard, angle.cos() + angle.sin()) / math.sqrt(head_dim)).float()
 
@@ -203,7 +167,7 @@ def _encode(x: Tensor, minimum: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _encode_compensated(x: Tensor, minimum: Tensor, scale: Tensor, bits: int, weights: Tensor) -> Tensor:
-    """Return codes as `_encode` does, each column aimed so that it makes up for the errors of those before it."""
+    """Return codes as `_encode` does, each column's target shifted to compensate the errors of those before it."""
     x = x.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)  # an error is finite
     columns, minimum, scale = (part.expand_as(x).mT.contiguous() for part in (x, minimum, scale))  # [P, D, T]
     codes, errors = torch.empty_like(columns), torch.empty_like(columns)
@@ -219,8 +183,8 @@ def _page_weights(compensation: Compensation | None) -> tuple[Tensor | None, Ten
     """Return each page's weights `[P, D, D]` for keys and values."""
     if compensation is None:
         return None, None
-    tables = (compensation.key_weights, compensation.value_weights)
-    return tuple(None if table is None else table[compensation.lanes] for table in tables)
+    keys, values = compensation.key_weights, compensation.value_weights
+    return None if keys is None else keys[compensation.lanes], values[compensation.lanes]
 
 
 def _whole_dtype(page_format: PageFormat) -> torch.dtype:

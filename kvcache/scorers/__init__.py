@@ -1,1 +1,1 @@
-"""One score for each token, by which tokens are evicted; one module a method. Imports: nothing."""
+"""Which tokens are kept: one scorer a file, and their registry. Imports torch alone."""

@@ -1,4 +1,4 @@
-"""What a scorer is: one method, its flags, and what it is shown."""
+"""What a scorer reads, what it updates and what it may ask for."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ from torch import Tensor
 class Observation:
     """One layer of one step of a sequence in prefill.
 
-    The prefill buffer holds `N` keys, the last `C` of them this step's own. `weights` are true attention probabilities:
-    normalised over everything a query sees, compressed pages included; zero where a key is not visible; None for a
-    scorer that does not look at them.
+    The prefill buffer holds `N` keys, the last `C` of them this step's own.
+
+    Attributes:
+        weights: attention probabilities, normalized over everything a query sees, pages included; zero where a key is
+            not visible. None for a scorer without `needs_weights`.
     """
 
     layer: int
@@ -21,28 +23,36 @@ class Observation:
     values: Tensor  # [KVH, N, D]
     weights: Tensor | None  # [KVH, G, C, N] float32
 
+    @property
+    def attention(self) -> Tensor:
+        """The weights, for a scorer that has `needs_weights`."""
+        assert self.weights is not None, "the scorer did not ask for attention weights"
+        return self.weights
+
 
 class Scorer(ABC):
-    """Score keys while they are in the prefill buffer; keys of higher scores are kept.
+    """Score keys while they lie in the prefill buffer; higher scores are kept.
 
-    A scorer has no state of its own: it updates the running scores of the prefill buffer's keys, which start at 0 and
-    move with the keys. What it needs of the engine it says by these flags, before it is used.
+    A scorer holds no state: it updates the running scores of the prefill buffer's keys, which start at 0 and move with
+    the keys. A new scorer is a subclass in a file of its own and a line in `registry.SCORERS`; it overrides the flags
+    that differ from what is said here.
+
+    Attributes:
+        needs_weights: `update` reads attention weights. Kernels do not keep them, so chunks are attended in torch.
+        needs_whole_chunks: all queries of a chunk must come in one `update`, in the last layer too.
+        scored_by_kernels: the score is the largest attention received from queries at least `distance` tokens behind
+            the key. Kernels yield it, `update` is its specification and is not called; the maximum may be taken over
+            parts of a chunk.
+        distance: see `scored_by_kernels`.
+        reconstructs: `update` sees not the document's own queries but those of the tokens about to be scored, read once
+            more behind a request to repeat them, without being cached.
     """
 
-    kernel_maxima: bool = False
-    """The score is the largest attention a key receives from queries at least `distance` tokens behind it. Kernels
-    yield these maxima themselves, and `update` is their specification. Such a scorer takes a chunk in pieces; every
-    other one is shown all queries of a chunk at once."""
-
-    distance: int = 0
-    """With `kernel_maxima`: 64 leaves out queries so near that nearly every key is looked at."""
-
     needs_weights: bool = False
-    """`Observation.weights` are given. Kernels do not keep attention, so it is computed in torch for this scorer."""
-
+    needs_whole_chunks: bool = True
+    scored_by_kernels: bool = False
+    distance: int = 0
     reconstructs: bool = False
-    """The scorer sees other queries than the document's own: the tokens that are about to be scored are read once
-    more, behind a request to repeat them, without being cached."""
 
     @abstractmethod
     def update(self, scores: Tensor, seen: Observation) -> None:

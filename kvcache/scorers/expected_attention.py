@@ -1,8 +1,8 @@
-"""Expected attention: what queries like those seen will give a key (Devoto et al. 2025, kvpress).
+"""Expected attention: what queries distributed like those seen give a key (Devoto et al. 2025, in kvpress).
 
 Queries of a head are taken as Gaussian: the expectation of exp(q·k/√d) is exp(μ·k/√d + kᵀΣk/2d). It is weighted by
 the value's norm, and summed over the query heads. The original averages the rotation over future positions; here the
-statistics are of rotated queries, those of the newest chunk, which are the nearest to what comes.
+statistics are of the newest chunk's rotated queries, the nearest to those that follow.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""H2O: the attention a key received, summed over all queries (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle")."""
+"""H2O: the attention that a key receives, summed over all queries (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle")."""
 
 from torch import Tensor
 
@@ -11,5 +11,4 @@ class H2O(Scorer):
     needs_weights = True
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        assert seen.weights is not None
-        scores += seen.weights.sum((1, 2))
+        scores += seen.attention.sum((1, 2))

@@ -1,4 +1,4 @@
-"""KeyDiff: keys unlike the others are kept (Park et al. 2025): minus the cosine to the mean key of the lane."""
+"""KeyDiff: keys unlike the others score highest: minus the cosine to the lane's mean key (Park et al. 2025)."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,6 +1,7 @@
 """attention_max, raised by the pooled mean attention of the newest queries of each half chunk.
 
-The peaks keep what was looked at once, the window what is looked at now; together they keep more answers.
+The peaks keep keys that one query needed once, the window keeps keys that the newest queries need; together they keep
+more answers.
 """
 
 import torch
@@ -24,10 +25,9 @@ class Mix(Scorer):
         self._peaks = AttentionMax()
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        assert seen.weights is not None
         self._peaks.update(scores, seen)
-        half = max(WINDOW, seen.weights.shape[2] // 2)
-        for queries in seen.weights.split(half, 2):
+        half = max(WINDOW, seen.attention.shape[2] // 2)
+        for queries in seen.attention.split(half, 2):
             recent = queries[:, :, -WINDOW:].mean((1, 2))
             pooled = F.avg_pool1d(recent[:, None], POOL, stride=1, padding=POOL // 2)[:, 0]
             scores.copy_(torch.maximum(scores, WEIGHT * pooled))

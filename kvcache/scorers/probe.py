@@ -1,7 +1,7 @@
-"""The question's own tokens as probes: what they look at is kept, whatever else attends to it.
+"""The question's own tokens as probes: the keys they attend to are kept, whatever other scorers say.
 
-A job knows its question, so it can ask each chunk before the chunk is judged. The probe finds the place, not the
-answer beside it; pooling over neighbours keeps both.
+A job knows its question, so the question can attend to each chunk before the chunk is scored. A probe finds the place
+that the question names, the answer lies beside it; pooling over neighbours keeps both.
 """
 
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ WINDOW = 17
 
 def raise_by_probes(
     scores: Tensor,  # [KVH, N] raised in place
-    peaks: Tensor,  # [KVH, N] the largest attention any probe gives
+    peaks: Tensor,  # [KVH, N] the largest attention of any probe
 ) -> None:
-    """Join another scorer's scores with what the probes attend to, by maximum."""
+    """Raise another scorer's scores to the probes' pooled attention where that is higher."""
     pooled = F.max_pool1d(peaks[:, None], WINDOW, stride=1, padding=WINDOW // 2)[:, 0]
     scores.copy_(scores.maximum(pooled.mul_(WEIGHT)))

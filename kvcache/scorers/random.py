@@ -1,4 +1,4 @@
-"""Chance: the control that every scorer must beat. Seeded, so that a row alone and in a batch keeps the same."""
+"""Random scores: the control that every scorer must beat. Seeded, so that a sequence keeps the same in any batch."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from kvcache.scorers.base import Observation, Scorer
 
 
 class Random(Scorer):
-    """Score by chance."""
+    """Score at random."""
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        generator = torch.Generator().manual_seed(seen.layer)
-        scores.copy_(torch.rand(scores.shape, generator=generator))
+        generator = torch.Generator(device="cpu").manual_seed(seen.layer)
+        scores.copy_(torch.rand(scores.shape, generator=generator, device="cpu"))

@@ -1,6 +1,6 @@
 """SnapKV: the mean attention of a window of newest queries, pooled over neighbours (Li et al. 2024).
 
-Here the window ends with each chunk, since a chunk is judged when the next one has been read.
+Here the window ends with each chunk, since a chunk is scored when the next one has been read.
 """
 
 import torch.nn.functional as F
@@ -18,6 +18,5 @@ class SnapKV(Scorer):
     needs_weights = True
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        assert seen.weights is not None
-        recent = seen.weights[:, :, -WINDOW:].mean((1, 2))  # [KVH, N]
+        recent = seen.attention[:, :, -WINDOW:].mean((1, 2))  # [KVH, N]
         scores.copy_(F.avg_pool1d(recent[:, None], POOL, stride=1, padding=POOL // 2)[:, 0])

@@ -11,5 +11,4 @@ class TOVA(Scorer):
     needs_weights = True
 
     def update(self, scores: Tensor, seen: Observation) -> None:
-        assert seen.weights is not None
-        scores.copy_(seen.weights[:, :, -1].mean(1))
+        scores.copy_(seen.attention[:, :, -1].mean(1))

@@ -1,1 +1,1 @@
-"""One sequence's keys and values, whole or compressed. Imports: sizes, kernels, pages, compress."""
+"""One sequence's cache, full or compressed. Imports `compress` and below."""

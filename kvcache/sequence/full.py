@@ -1,6 +1,6 @@
-"""Where one sequence's keys and values lie: its block table and the fill of each lane.
+"""One sequence's uncompressed cache: its block table and the length of each lane.
 
-Lanes have lengths of their own from the start; as long as nothing is compressed they are all the same.
+Each lane has a length of its own, though without compression all lengths are equal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class SequenceCache:
     def __init__(self, pool: PagePool, num_tokens: int, prefix: "SequenceCache | None" = None):
         layout = pool.layout
         self.pool = pool
-        self.lengths = torch.zeros(layout.num_layers, layout.num_kv_heads, dtype=torch.int64)
+        self.lengths = torch.zeros(layout.num_layers, layout.num_kv_heads, dtype=torch.int64, device="cpu")
         prefix_tokens = prefix.num_tokens if prefix else 0
         self.num_shared_pages = prefix_tokens // layout.page_tokens
         own = pool.allocate(
@@ -42,7 +42,7 @@ class SequenceCache:
                 pool.copy(prefix.pages[:, :, self.num_shared_pages], own[:, :, 0])
             own = torch.cat([shared, own], dim=2)
             self.lengths += prefix.lengths
-        self.pages = own  # [layers, KV heads, pages of a lane] int64 page ids
+        self.pages: Tensor = own  # [layers, KV heads, pages of a lane] int64 page ids
         self._runs = [_runs(layer_pages) for layer_pages in own]
 
     @property
@@ -61,12 +61,12 @@ class SequenceCache:
 
     @property
     def lane_usage(self) -> None:
-        """Nothing to tell lanes apart by: each keeps every token, as it is."""
+        """None: every lane keeps every token whole."""
         return None
 
     @property
     def open_tokens(self) -> int:
-        """The most tokens of one decode step: as many as there is room for."""
+        """The most tokens of one decode step: the slots left."""
         return self.capacity_tokens - self.num_tokens
 
     @property
@@ -100,11 +100,11 @@ class SequenceCache:
                 return
             if run.head_stride is None:
                 pages = self.pages[layer, :, run.start : run.start + run.num_pages].to(self.pool.keys.device)
-                yield tuple(
+                keys, values = (
                     slab[pages].flatten(1, 2)[:, :count] for slab in (self.pool.keys, self.pool.values)
                 )
             else:
-                yield tuple(
+                keys, values = (
                     slab.as_strided(
                         (len(self.pages[layer]), count, slab.shape[2]),
                         (run.head_stride * slab.stride(0), slab.stride(1), 1),
@@ -112,9 +112,10 @@ class SequenceCache:
                     )
                     for slab in (self.pool.keys, self.pool.values)
                 )
+            yield keys, values
 
     def free(self) -> None:
-        """Give every page back; shared pages stay with their other holders."""
+        """Release every page; shared pages stay with their other holders."""
         self.pool.release(self.pages)
         self.pages = self.pages[:, :, :0]
         self.lengths.zero_()
@@ -161,6 +162,6 @@ def slot_mapping(caches: Sequence[SequenceCache], counts: Sequence[int]) -> Tens
     parts = []
     for cache, count in zip(caches, counts, strict=True):
         size = cache.pool.layout.page_tokens
-        slots = cache.lengths[:, :, None] + torch.arange(count)
+        slots = cache.lengths[:, :, None] + torch.arange(count, device="cpu")
         parts.append(cache.pages.gather(2, slots // size).mul_(size).add_(slots % size))
     return torch.cat(parts, dim=2).to(caches[0].pool.keys.device)

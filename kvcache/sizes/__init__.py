@@ -1,1 +1,1 @@
-"""Bytes of whole and of compressed caches, and of the pages that they lie in. Imports: scorers, config."""
+"""Bytes, pages and blocks as pure integers: page formats, layouts, expectations. Imports `config`."""

@@ -32,10 +32,10 @@ class ChunkSchedule:
     def of(cls, config: KVCacheConfig) -> "ChunkSchedule":
         """Return the schedule of a compressing policy."""
         whole_chunks = False
-        if config.judges:
+        if config.needs_scores:
             from kvcache.scorers.registry import get_scorer
 
-            whole_chunks = not get_scorer(config.scorer).kernel_maxima
+            whole_chunks = get_scorer(config.scorer).needs_whole_chunks
         return cls(config.chunk_size, config.delay, config.recent_tokens, config.streaming, whole_chunks)
 
     @property

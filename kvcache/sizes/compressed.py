@@ -1,4 +1,4 @@
-"""What a compressed sequence takes, in blocks: the counterpart of `CacheLayout` for compressing policies.
+"""The blocks that a compressed sequence takes: the counterpart of `CacheLayout` for compressing policies.
 
 Pure integers. Counts are upper bounds that hold whatever the scores say: a lane's last page of each list may be
 partly filled, and a tier of fewer bits holds up to 63 tokens whole in every lane until their page is full.
@@ -24,7 +24,7 @@ TAIL_RATIO = 0.45
 
 @dataclass(frozen=True)
 class CompressedLayout:
-    """Describe how a model's keys and values are kept under a compressing policy.
+    """How a model's keys and values are kept under a compressing policy.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
@@ -53,11 +53,6 @@ class CompressedLayout:
     def whole(self) -> PageFormat:
         """Format of tokens kept whole."""
         return PageFormat(16, 16, WHOLE_PAGE_TOKENS, self.head_dim, self.whole_bytes)
-
-    @property
-    def formats(self) -> tuple[PageFormat, ...]:
-        """Every format that a sequence has pages of."""
-        return (self.whole, *self.tiers)
 
     @property
     def tiers(self) -> tuple[PageFormat, ...]:
@@ -107,21 +102,21 @@ class CompressedLayout:
 
         Args:
             num_tokens: of prompt and answer.
-            shared_tokens: of these, those cached elsewhere. They were judged before it was known how long a prompt they
-                begin. Their full quantized pages are shared and never make room for others; the rest is copied.
+            shared_tokens: of these, those cached elsewhere. They were compressed before it was known how long the
+                prompt is. Their full quantized pages are shared and never evicted; the rest is copied.
             new_tokens: of these, those of the answer, which add no pages where tokens are dropped.
             streamed_tokens: of a longer prompt, of which no more is kept (`thinning`), though in more chunks.
         """
         config = self.config
         prompt_tokens = num_tokens - new_tokens
-        judged, tail = self._judged_tokens(prompt_tokens), self.tail_tokens(prompt_tokens)
+        scored, tail = self._scored_tokens(prompt_tokens), self.tail_tokens(prompt_tokens)
         scale = self.chunk_scale(prompt_tokens)
         better_ratio = sum(tier.ratio for tier in config.resolved_tiers[:-1])
         last = len(self.tiers) - 1
         whole_pages = self._whole_lane_pages(prompt_tokens, new_tokens) * self.num_lanes
         blocks = 0
         for number, (tier, page_format) in enumerate(zip(config.resolved_tiers, self.tiers, strict=True)):
-            kept = tier.ratio * (scale * (judged - tail) + (1 - scale) * shared_tokens)
+            kept = tier.ratio * (scale * (scored - tail) + (1 - scale) * shared_tokens)
             kept += (tier.ratio if number < last else 1 - better_ratio) * tail
             if number < last or config.drops:  # filled up at the prompt's end
                 kept += TIER_PAGE_TOKENS
@@ -143,12 +138,12 @@ class CompressedLayout:
         """Return the fewest tokens of a tier, in all lanes, whose pages a sequence has from its prefix for good."""
         config = self.config
         # one chunk less than without overlap
-        judged = self.chunks.compressed_tokens(shared_tokens - config.chunk_size)
-        if not judged:
+        scored = self.chunks.compressed_tokens(shared_tokens - config.chunk_size)
+        if not scored:
             return 0
-        kept = int(ratio * max(0, judged - config.warmup_tokens)) * self.num_lanes
+        kept = int(ratio * max(0, scored - config.warmup_tokens)) * self.num_lanes
         in_decode = new_tokens if config.drops else 0  # pages that would have made room
-        unsure = (TIER_PAGE_TOKENS + in_decode) * self.num_lanes + self._rounding_tokens(judged)
+        unsure = (TIER_PAGE_TOKENS + in_decode) * self.num_lanes + self._rounding_tokens(scored)
         return max(0, kept - unsure)
 
     def sequence_bytes(self, num_tokens: int) -> int:
@@ -160,30 +155,30 @@ class CompressedLayout:
         return num_bytes // self.page_bytes
 
     def tail_tokens(self, prompt_tokens: int) -> int:
-        """Return how many tokens before the recent window are all kept at a prompt's end: what most heads look at."""
+        """Return how many tokens before the recent window are all kept at a prompt's end, where most heads attend."""
         config = self.config
-        judged = self._judged_tokens(prompt_tokens)
+        scored = self._scored_tokens(prompt_tokens)
         share = TAIL_RATIO * sum(tier.ratio for tier in config.resolved_tiers) if config.drops else 1
         in_prefill_buffer = (
-            config.delay * config.chunk_size - config.recent_tokens if config.streaming else judged
+            config.delay * config.chunk_size - config.recent_tokens if config.streaming else scored
         )
-        return max(0, min(config.tail_tokens, in_prefill_buffer, int(share * judged)))
+        return max(0, min(config.tail_tokens, in_prefill_buffer, int(share * scored)))
 
     def chunk_scale(self, prompt_tokens: int) -> float:
-        """Return what part of the tiers' ratios is left for a prompt's chunks, so that with the tail they are met."""
-        judged, tail = self._judged_tokens(prompt_tokens), self.tail_tokens(prompt_tokens)
-        if not self.config.drops or judged <= tail:
+        """Return the factor of the tiers' ratios in a prompt's chunks; with the tail, the whole meets the ratios."""
+        scored, tail = self._scored_tokens(prompt_tokens), self.tail_tokens(prompt_tokens)
+        if not self.config.drops or scored <= tail:
             return 1.0
         ratio = sum(tier.ratio for tier in self.config.resolved_tiers)
-        return (ratio * judged - tail) / (judged - tail) / ratio
+        return (ratio * scored - tail) / (scored - tail) / ratio
 
     def thinning(self, streamed_tokens: int, prompt_tokens: int) -> float:
-        """Return what part of a long prompt's chunks is kept, so that it takes what one of `prompt_tokens` takes."""
+        """Return the factor by which a long prompt's chunks keep less, to take no more than `prompt_tokens` would."""
         tail = self.tail_tokens(prompt_tokens)
-        judged = self._judged_tokens(max(streamed_tokens, prompt_tokens)) - tail
-        return (self._judged_tokens(prompt_tokens) - tail) / judged if judged > 0 else 1.0
+        scored = self._scored_tokens(max(streamed_tokens, prompt_tokens)) - tail
+        return (self._scored_tokens(prompt_tokens) - tail) / scored if scored > 0 else 1.0
 
-    def _judged_tokens(self, prompt_tokens: int) -> int:
+    def _scored_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are neither sinks nor, as far as the buffer holds it, recent window."""
         config = self.config
         recent = config.recent_tokens
@@ -192,7 +187,7 @@ class CompressedLayout:
         return max(0, prompt_tokens - config.warmup_tokens - recent)
 
     def fills_pages(self, prompt_tokens: int) -> bool:
-        """Whether at a prompt's end those tokens are dropped that fill no page: few of a long one, but dear."""
+        """Whether tokens that fill no page are evicted at a prompt's end: few in a long one, and costly to keep."""
         quantized = self.tiers[-1] != self.whole
         return quantized and self.config.drops and prompt_tokens >= LONG_PROMPT_TOKENS
 

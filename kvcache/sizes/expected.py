@@ -1,7 +1,7 @@
-"""What a compressed sequence will hold, in blocks, as it goes: the expectation beside `CompressedLayout`'s upper bound.
+"""The blocks that a compressed sequence is expected to hold over time, beside `CompressedLayout`'s upper bound.
 
-Pure arithmetic. Admission asks for the bound, a forecast for this. It takes a tier's tokens to be shared out so that
-what a lane has beyond full pages is anything from none to all but one of a page's tokens, each as likely.
+Pure arithmetic. Admission uses the bound, forecasts use the expectation. It assumes that the number of a lane's tokens
+beyond its full pages is uniformly distributed from 0 to one less than a page.
 """
 
 from math import ceil
@@ -21,11 +21,11 @@ def expected_pages(
     shared_tokens: int = 0,
     streamed_tokens: int = 0,
 ) -> int:
-    """Return the blocks that a sequence holds, shared ones left out, once so many of its tokens are computed.
+    """Return the blocks that a sequence holds, shared ones left out, once `computed_tokens` of its tokens are computed.
 
     Args:
         prompt_tokens: of the prompt as it is kept: of a streamed one, those of the longest that the context holds; None
-            of a prefix, whose end is another's.
+            of a prefix, which does not end a prompt.
         computed_tokens: of prompt and answer.
         shared_tokens: of the prompt, those cached elsewhere.
         streamed_tokens: of the prompt as it is read, where that is longer.
@@ -35,14 +35,14 @@ def expected_pages(
         read_tokens, scale = computed_tokens + 1, 1.0
     else:
         read_tokens, scale = max(prompt_tokens, streamed_tokens), layout.chunk_scale(prompt_tokens)
-    judged: float = _judged_in_prefill(layout, min(computed_tokens, read_tokens))
-    if streamed_tokens:
-        judged *= layout.thinning(streamed_tokens, prompt_tokens)
-    in_prefill = [tier.ratio * scale * judged for tier in config.resolved_tiers]
+    scored: float = _scored_in_prefill(layout, min(computed_tokens, read_tokens))
+    if streamed_tokens and prompt_tokens is not None:
+        scored *= layout.thinning(streamed_tokens, prompt_tokens)
+    in_prefill = [tier.ratio * scale * scored for tier in config.resolved_tiers]
     sinks = -(-config.warmup_tokens // WHOLE_PAGE_TOKENS)
     full, rest = _pages(layout, in_prefill, [_REST_TOKENS] * len(in_prefill))
-    whole = sinks + rest if judged else 0.0
-    if computed_tokens >= read_tokens:
+    whole = sinks + rest if scored else 0.0
+    if prompt_tokens is not None and computed_tokens >= read_tokens:
         full, rest = _at_the_end(layout, prompt_tokens, scale, shared_tokens)
         answered = computed_tokens - read_tokens
         if not config.drops:
@@ -51,7 +51,7 @@ def expected_pages(
         whole = max(whole, sinks + rest + -(-recent // WHOLE_PAGE_TOKENS))
     shared = _pages(
         layout,
-        [tier.ratio * _judged_in_prefill(layout, shared_tokens) for tier in config.resolved_tiers],
+        [tier.ratio * _scored_in_prefill(layout, shared_tokens) for tier in config.resolved_tiers],
         [_REST_TOKENS] * len(full),
     )[0]
     blocks = 0
@@ -63,7 +63,7 @@ def expected_pages(
     return blocks + _blocks(layout, whole, layout.whole)
 
 
-def _judged_in_prefill(layout: CompressedLayout, computed_tokens: int) -> int:
+def _scored_in_prefill(layout: CompressedLayout, computed_tokens: int) -> int:
     """Return the tokens that have left the prefill buffer before the prompt's end, sinks left out."""
     return max(0, layout.chunks.compressed_tokens(computed_tokens) - layout.config.warmup_tokens)
 
@@ -76,10 +76,10 @@ def _at_the_end(
     recent = min(
         config.recent_tokens, config.delay * config.chunk_size if config.streaming else prompt_tokens
     )
-    judged = max(0, prompt_tokens - config.warmup_tokens - recent)
+    scored = max(0, prompt_tokens - config.warmup_tokens - recent)
     tail, tiers = layout.tail_tokens(prompt_tokens), config.resolved_tiers
-    by_prefix = _judged_in_prefill(layout, shared_tokens)  # before it was known that less should be kept
-    kept = [tier.ratio * (scale * (judged - tail) + (1 - scale) * by_prefix) for tier in tiers]
+    by_prefix = _scored_in_prefill(layout, shared_tokens)  # before it was known that less should be kept
+    kept = [tier.ratio * (scale * (scored - tail) + (1 - scale) * by_prefix) for tier in tiers]
     better = [tier.ratio * tail for tier in tiers[:-1]]
     for number, tokens in enumerate([*better, tail - sum(better)]):
         kept[number] += tokens

@@ -1,19 +1,18 @@
-"""Page arithmetic: the one place where a byte of KV cache is counted.
+"""Page arithmetic of an uncompressed cache: the one place where its bytes are counted.
 
 A lane is one KV head of one layer; a page holds the keys and the values of `page_tokens` tokens of one lane.
-Planner, pool, admission and report all ask here, so that what is predicted, allocated and reported is one number.
+Planner, pool, admission and report all use these numbers, so that prediction, allocation and report agree.
 Pure integers, no torch.
 """
 
 from dataclasses import dataclass
 
 from kvcache.sizes.chunk_schedule import ChunkSchedule
-from kvcache.sizes.page_format import WHOLE_BITS, PageFormat
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Describe how a model's keys and values are cut into pages.
+    """How a model's keys and values are cut into pages.
 
     Args:
         num_layers: decoder layers.
@@ -40,11 +39,6 @@ class CacheLayout:
         return ChunkSchedule()
 
     @property
-    def page_format(self) -> PageFormat:
-        """Format of the pages: every token whole."""
-        return PageFormat(WHOLE_BITS, WHOLE_BITS, self.page_tokens, self.head_dim, self.element_bytes)
-
-    @property
     def num_lanes(self) -> int:
         return self.num_layers * self.num_kv_heads
 
@@ -65,7 +59,7 @@ class CacheLayout:
         return -(-num_tokens // self.page_tokens) - shared_tokens // self.page_tokens
 
     def sequence_pages(self, num_tokens: int, shared_tokens: int = 0, new_tokens: int = 0) -> int:
-        """Return the pages of all lanes; arguments as in `lane_pages`, whoever wrote the tokens (`new_tokens`)."""
+        """Return the pages of all lanes; arguments as in `lane_pages`; `new_tokens` changes nothing."""
         return self.num_lanes * self.lane_pages(num_tokens, shared_tokens)
 
     def sequence_bytes(self, num_tokens: int, shared_tokens: int = 0) -> int:

@@ -1,6 +1,6 @@
 """The byte layout of one page: what lies where, and what it costs.
 
-The one description that packing, kernels, pool and planner share. Pure integers, no torch.
+Packing, kernels, pool and planner share this description. Pure integers, no torch.
 
 A quantized page, all little endian, one section after the other:
 
@@ -12,7 +12,7 @@ A quantized page, all little endian, one section after the other:
     value minima   T float16
     zeros          up to a multiple of `UNIT_BYTES`
 
-A row of codes, by its bits:
+The codes of one token's key or value, by their bits:
 
     8              a byte each
     4              byte i holds code 2i in its low half and code 2i+1 in its high half
@@ -24,16 +24,16 @@ A whole page holds keys, then values, [T, D] each, in the dtype they were comput
 
 from dataclasses import dataclass
 
+from kvcache import config
+
 UNIT_BYTES = 512  # pages are addressed in units of this size
 WHOLE_BITS = 16  # stands for "as computed", whether the dtype has 2 or 4 bytes
-KEY_BITS = (16, 8, 4, 3)
-VALUE_BITS = (16, 8, 4, 3, 2)
 _SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Say how the keys and values of one page are stored.
+    """How the keys and values of one page are stored.
 
     Args:
         key_bits: 8, 4 or 3 bits a key element, or 16 for whole pages.
@@ -55,10 +55,10 @@ class PageFormat:
     def __post_init__(self) -> None:
         if self.key_bits == 2:
             raise ValueError("2-bit keys cost too much of the output; use 3 bits or more")
-        if self.key_bits not in KEY_BITS:
-            raise ValueError(f"key_bits must be one of {KEY_BITS}, not {self.key_bits}")
-        if self.value_bits not in VALUE_BITS:
-            raise ValueError(f"value_bits must be one of {VALUE_BITS}, not {self.value_bits}")
+        for name in ("key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if bits not in config.BITS:
+                raise ValueError(f"{name} must be one of {config.BITS}, not {bits}")
         if self.key_bits < self.value_bits:
             raise ValueError(
                 f"keys at {self.key_bits} bits below values at {self.value_bits}: "
@@ -68,9 +68,9 @@ class PageFormat:
             raise ValueError(
                 f"a page is whole or quantized: 16-bit keys cannot go with {self.value_bits}-bit values"
             )
-        if not self.whole and (self.page_tokens < 16 or self.page_tokens % 16):
+        if self.page_tokens < 16 or self.page_tokens % 16:
             raise ValueError(f"page_tokens must be a positive multiple of 16, not {self.page_tokens}")
-        if not self.whole and (self.head_dim < 8 or self.head_dim % 8):
+        if self.head_dim < 8 or self.head_dim % 8:
             raise ValueError(f"head_dim must be a positive multiple of 8, not {self.head_dim}")
         if self.whole_bytes not in (2, 4):
             raise ValueError(f"whole_bytes must be 2 or 4, not {self.whole_bytes}")
@@ -113,7 +113,7 @@ class PageFormat:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that carry something; the rest of the page is zeros."""
+        """Bytes that hold data; the rest of the page is zeros."""
         return self.value_min_offset + self._scale_bytes(self.page_tokens)
 
     @property

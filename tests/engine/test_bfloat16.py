@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from engine import EngineConfig, EngineCore, Request, SamplingParams
+from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import load_model
-from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.cpu import ops
-from tests.engine.helpers import as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
+from tests.engine.test_llm import as_text, prompts, run
 from tests.kvcache.kernel_builds import built, needs_compiler
 
 CACHES = {
@@ -21,8 +20,8 @@ CACHES = {
 
 def last_logits(path, dtype: torch.dtype, cache: KVCacheConfig, step_tokens: int = 1024) -> torch.Tensor:
     """Return the logits `[rows, V]` that rows choose their first token by."""
-    model = load_model(path, dtype=dtype, basis=ROTATED)
-    llm = EngineCore(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
+    model = load_model(path, dtype=dtype)
+    llm = LLM(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
     seen, logits = [], model.logits
 
     def recorded(hidden):
@@ -70,18 +69,18 @@ def test_a_bfloat16_model_gives_the_float32_models_logits(path, cache, monkeypat
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
 def test_a_float32_models_cache_may_be_bfloat16(path, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("engine.attention.cpu.compiled_kernels", lambda device: None)
+        monkeypatch.setattr("engine.attention.cpu.compiled_kernels", lambda *_: None)
     half = KVCacheConfig(whole_dtype="bfloat16")
     expected, got = (last_logits(path, torch.float32, cache, 48) for cache in (KVCacheConfig(), half))
     assert 0 < (got - expected).norm() < 0.02 * expected.norm()
 
     model, sampling = (
-        load_model(path, dtype=torch.float32, basis=ROTATED),
+        load_model(path, dtype=torch.float32),
         SamplingParams(max_new_tokens=40, ignore_eos=True),
     )
     requests = [Request(i, prompt, sampling) for i, prompt in enumerate(prompts((20, 65, 300)))]
     engines = [
-        EngineCore(model, EngineConfig(60_000_000, step_tokens=step, pool_pages=100, cache=cache), as_text)
+        LLM(model, EngineConfig(60_000_000, step_tokens=step, pool_pages=100, cache=cache), as_text)
         for step, cache in ((1024, KVCacheConfig()), (1024, half), (48, half))
     ]
     answers = [[result.token_ids for result in run(llm, requests)] for llm in engines]

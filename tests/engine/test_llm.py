@@ -1,6 +1,8 @@
 """The engine generates what transformers generates, whatever the chunks, the order and the company."""
 
+import time
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -187,3 +189,25 @@ def test_none_among_the_requests_drains_the_engine_and_keeps_the_prefix(llama):
     assert sorted(order[:2]) == [0, 1] and sorted(order[2:]) == [2, 3]
     free = run(llm, rows)
     assert sorted(r.request_id for r in free) == [0, 1, 2, 3]
+
+
+def test_time_of_the_steps_is_divided_among_sequences_and_the_rest_is_waiting(llama, monkeypatch):
+    ticks = count()
+    llm = EngineCore(llama[1], EngineConfig(20_000_000, step_tokens=64, max_sequences=2), as_text)
+    requests = [Request(i, p, GREEDY, prefix_tokens=130) for i, p in enumerate(same_start(130, 4))]
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # a step takes exactly one second
+    results = list(llm.generate(requests))
+    num_prefix_steps = 3  # 130 tokens, 64 a step
+    spent = sum(r.prefill_s + r.decode_s for r in results)
+    assert spent == pytest.approx(llm.stats().num_steps + num_prefix_steps)
+    by_id = {r.request_id: r for r in results}
+    assert by_id[0].prefill_s > num_prefix_steps > by_id[1].prefill_s, (
+        "who needed the prefix first has its time"
+    )
+    assert by_id[2].wait_s > by_id[0].decode_s, "two run at once: the third waits for one of them"
+    assert sum(r.prefill_s + r.decode_s + r.wait_s for r in results) > spent
+
+
+def same_start(num_shared: int, num_prompts: int) -> list[list[int]]:
+    shared = prompts([num_shared])[0]
+    return [[*shared, 7 + i, 9, 11] for i in range(num_prompts)]

@@ -79,7 +79,10 @@ def test_a_row_makes_the_same_room_alone_and_in_a_batch(model, policy):
             for sequence in plan.decodes:
                 key = name, sequence.request.request_id
                 kept[key] = [part.lengths.tolist() for part in sequence.cache.lists]
-                joined, fresh = sequence.cache._older_pages(), LanePages.of(sequence.cache.page_lists[:-1])
+                joined, fresh = (
+                    sequence.cache._older.of(sequence.cache.lists[:-1]),
+                    LanePages.of(sequence.cache.page_lists[:-1]),
+                )
                 assert joined.formats == fresh.formats and torch.equal(joined.addresses, fresh.addresses)
                 assert torch.equal(joined.counts, fresh.counts) and torch.equal(joined.tokens, fresh.tokens)
 

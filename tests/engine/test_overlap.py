@@ -80,7 +80,7 @@ def test_a_chunk_is_judged_by_the_scores_it_had_when_it_was_handed_over(model, r
 
     def left(self):
         if self._leaving:
-            later.append(self._judged(64)[0].clone())
+            later.append(self._oldest(64)[0].clone())
         leave(self)
 
     monkeypatch.setattr(Compressor, "compress", see)

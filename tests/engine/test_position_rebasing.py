@@ -78,7 +78,7 @@ def test_every_key_lies_where_its_position_says(model):
         assert sequence.position == expected[-1] + 1 <= CONTEXT
         keys = layer_0_keys(model, prompt, expected)
         for part in cache.lists:
-            lanes, found, _ = part.read_rows()
+            lanes, found, _ = part.read_tokens()
             for head in range(len(keys)):
                 mine = found[lanes == head]
                 if len(mine):
@@ -119,7 +119,7 @@ def test_memory_and_positions_do_not_grow_with_the_prompt(model, cache):
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
-        (KVCacheConfig(), "judges chunk by chunk"),
+        (KVCacheConfig(), "scores chunk by chunk"),
         (replace(WHOLE, chunk_size=256), "too short to stream"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Guesses change how many steps a row takes and nothing else; they are made where they pay."""
+"""Draft tokens change how many steps a sequence takes and nothing else; they are computed where they pay."""
 
 import random
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
 from engine.models.basis import ROTATED
-from engine.prompt_lookup import MAX_GUESSES, RETRY_STEPS, STEP_TOKENS, Drafter, Gate, Lookup
+from engine.prompt_lookup import MAX_DRAFT_TOKENS, RETRY_STEPS, STEP_TOKENS, Gate, Lookup, NgramProposer
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from kvcache.config import KVCacheConfig, Tier
@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Guess whatever it costs."""
+    """Compute draft tokens whatever they cost."""
     monkeypatch.setattr(Gate, "opens", lambda *_: True)
 
 
@@ -69,13 +69,13 @@ def kept_by(llm: EngineCore) -> dict[int, list]:
 def test_rows_say_and_keep_the_same_in_fewer_steps(model, always, name):
     requests = [Request(i, p, LONG) for i, p in enumerate(prompts((9, 64, 300, 130)))]
     for rows in (requests[2:3], requests):
-        plain, guessing = (make_llm(model, CACHES[name], prompt_lookup=on) for on in (False, True))
-        kept = [kept_by(llm) for llm in (plain, guessing)]
-        said = [[result.token_ids for result in run(llm, rows)] for llm in (plain, guessing)]
+        plain, drafting = (make_llm(model, CACHES[name], prompt_lookup=on) for on in (False, True))
+        kept = [kept_by(llm) for llm in (plain, drafting)]
+        said = [[result.token_ids for result in run(llm, rows)] for llm in (plain, drafting)]
         assert said[1] == said[0]
         assert kept[1] == kept[0] and len(kept[0]) == len(rows)
-        assert guessing.monitor.num_steps < 0.8 * plain.monitor.num_steps
-        stats = guessing.stats()
+        assert drafting.monitor.num_steps < 0.8 * plain.monitor.num_steps
+        stats = drafting.stats()
         assert stats.drafted_tokens > stats.accepted_tokens > 0 == plain.stats().drafted_tokens
 
 
@@ -98,7 +98,7 @@ class Alternating:
 
 
 @pytest.mark.parametrize("name", ["none", "tiers"])
-def test_rows_end_where_they_would_whatever_was_guessed_behind(model, always, name):
+def test_rows_end_where_they_would_whatever_the_draft_tokens(model, always, name):
     prompt = prompts((40,))[0]
     [greedy] = run(make_llm(model, CACHES[name], prompt_lookup=False), [Request(0, prompt, LONG)])
     said = greedy.token_ids
@@ -123,12 +123,12 @@ def test_rows_end_where_they_would_whatever_was_guessed_behind(model, always, na
     assert outcomes[1][0] == outcomes[0][0]
     assert {reason for _, _, reason in outcomes[0][0]} >= {"stop", "length"}
     for row, plain in outcomes[0][1].items():
-        guessed = outcomes[1][1][row]
+        drafted = outcomes[1][1][row]
         # a code of a page may round the other way
-        torch.testing.assert_close(torch.stack(guessed), torch.stack(plain), atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(torch.stack(drafted), torch.stack(plain), atol=2e-3, rtol=1e-3)
 
 
-def test_only_the_last_rows_are_guessed(model, always):
+def test_only_the_last_sequences_have_draft_tokens(model, always):
     llm = make_llm(model, CACHES["none"], max_sequences=2)
     execute, waiting = llm.runner.execute, []
 
@@ -146,7 +146,7 @@ def test_only_the_last_rows_are_guessed(model, always):
     assert deterministic.stats().drafted_tokens == 0
 
 
-def test_a_guess_is_what_followed_the_longest_match_the_last_time():
+def test_draft_tokens_are_what_followed_the_longest_match_the_last_time():
     draw = random.Random(5)
     tokens = [draw.randrange(4) for _ in range(3)]
     lookup = Lookup(tokens)
@@ -156,39 +156,39 @@ def test_a_guess_is_what_followed_the_longest_match_the_last_time():
             ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
             if ends:
                 followed = tokens[ends[-1] :]
-                expected = tuple((followed * MAX_GUESSES)[:MAX_GUESSES])
-        assert lookup.guess(MAX_GUESSES) == expected
+                expected = tuple((followed * MAX_DRAFT_TOKENS)[:MAX_DRAFT_TOKENS])
+        assert lookup.propose(MAX_DRAFT_TOKENS) == expected
         tokens += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
 
 
-def test_guesses_are_watched_until_it_is_known_whether_they_come_true():
+def test_draft_tokens_are_watched_until_it_is_known_whether_they_are_chosen():
     tokens = [1, 2]
     lookup = Lookup(tokens)
     assert lookup.settle() is None and not lookup.is_watching
-    for guesses, said, share in (((5, 6, 7, 8), (5, 6, 9), 0.5), ((5, 6), (5, 6), 1.0), ((5,), (4,), 0.0)):
-        lookup.watch(guesses)
+    for drafted, said, share in (((5, 6, 7, 8), (5, 6, 9), 0.5), ((5, 6), (5, 6), 1.0), ((5,), (4,), 0.0)):
+        lookup.watch(drafted)
         for token in said:
             assert lookup.settle() is None
             tokens.append(token)
         assert lookup.settle() == share and not lookup.is_watching
 
 
-def test_guesses_are_made_as_long_as_they_pay():
-    """Two rows; a step takes a second, with guesses two. The figures that decide are given, no clock is asked."""
+def test_draft_tokens_are_computed_as_long_as_they_pay():
+    """Two sequences; a step takes one second, with draft tokens two. Times are given: no clock is read."""
     gate = Gate()
     assert not gate.opens(2, 14), "first it is measured what a step takes"
-    gate = gate.after(1.0, guessed=False)
-    assert gate.opens(2, 0.1) and not gate.opens(2, 0), "what guesses cost is not known yet"
-    gate = gate.after(2.0, guessed=True)
+    gate = gate.after(1.0, drafted=False)
+    assert gate.opens(2, 0.1) and not gate.opens(2, 0), "the cost of draft tokens is not known yet"
+    gate = gate.after(2.0, drafted=True)
     assert gate.opens(2, 2.1) and not gate.opens(2, 1.9)
-    for _ in range(30):  # steps with guesses become dearer
-        gate = gate.after(3.0, guessed=True)
+    for _ in range(30):  # steps with draft tokens take longer
+        gate = gate.after(3.0, drafted=True)
     assert gate.opens(2, 4.1) and not gate.opens(2, 3.8)
     for _ in range(RETRY_STEPS):
         assert not gate.opens(2, 3.8)
-        gate = gate.after(1.0, guessed=False)
+        gate = gate.after(1.0, drafted=False)
     assert gate.opens(2, 0.1), "they are tried again"
-    gate = gate.after(1.5, guessed=True)
+    gate = gate.after(1.5, drafted=True)
     assert gate.opens(2, 1.1) and not gate.opens(2, 0.9), "and what they cost now counts"
 
 
@@ -201,14 +201,14 @@ def plan_of(tokens: list[int]) -> StepPlan:
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-def test_a_text_that_does_not_repeat_itself_is_not_guessed(repeats):
-    """A step with guesses takes twice as long. Pairs of tokens come again in either text."""
-    draw, drafter, num_drafts = random.Random(1), Drafter(STEP_TOKENS), 0
+def test_a_text_that_does_not_repeat_itself_has_no_draft_tokens(repeats):
+    """A step with draft tokens takes twice as long. Pairs of tokens come again in either text."""
+    draw, proposer, num_drafts = random.Random(1), NgramProposer(STEP_TOKENS), 0
     plan = plan_of([0, 1, 2, 3])
     tokens = plan.decodes[0].token_ids
     for step in range(140):
-        drafted = drafter.draft(plan)
+        drafted = proposer.propose(plan)
         num_drafts += len(drafted.drafts)
-        drafter.note(drafted, 0, 2.0 if drafted.drafts else 1.0)
+        proposer.note(drafted, 0, 2.0 if drafted.drafts else 1.0)
         tokens.append(step % 10 if repeats else draw.randrange(8))
     assert num_drafts > 100 if repeats else num_drafts < 10

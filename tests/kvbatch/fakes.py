@@ -54,6 +54,7 @@ class Backwards:
                 kv_peak_bytes=100,
                 prefill_s=0.1,
                 decode_s=0.1,
+                wait_s=0.1,
             )
 
     def stats(self):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from kvcache.kernels.cpu import build, ops
+from kvcache.kernels.cpu.page_functions import PAGE_KERNELS
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)) or build.library() is None, reason="no C++ compiler"
@@ -24,7 +25,7 @@ if ON_X86:
 each_build = pytest.mark.parametrize("build_name", list(BUILDS))
 
 _compiled = functools.cache(
-    lambda name: ops.declared(
+    lambda name: PAGE_KERNELS.declared(
         build.compile_and_load(build.find_compiler(), build.cache_folder(), BUILDS[name])
     )
 )

@@ -10,6 +10,7 @@ from typing import Any
 from kvbatch.corpus.skipped import named
 from kvbatch.report.html import plots
 from kvbatch.report.summary import answer_counts
+from kvbatch.run_dir.manifest import Manifest
 from kvbatch.text import format_bytes
 
 _MAX_ID_CHARS = 80
@@ -18,7 +19,7 @@ _MAX_QUALITY_ROWS = 20
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: dict[str, Any], job: str) -> str:
+def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: Manifest, job: str) -> str:
     """Return the whole page.
 
     Args:
@@ -32,7 +33,7 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: dict
     parts = [
         f"<h1>{escape(summary['job'])}</h1>",
         f'<p class="muted">run {escape(summary["run_id"])}, {escape(summary["status"])}, '
-        f"started {escape(_seconds(manifest['created']))}</p>",
+        f"started {escape(_seconds(manifest.created))}</p>",
         _cut(summary),
         _tiles(summary),
         _plots(summary, figures),
@@ -201,22 +202,22 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
     return _section("Slowest rows", _table(heads, cells, numbers={1, 2, 3, 4}))
 
 
-def _environment(summary: dict[str, Any], manifest: dict[str, Any]) -> str:
-    model = manifest.get("model", {})
+def _environment(summary: dict[str, Any], manifest: Manifest) -> str:
+    model = manifest.model
     known = {
-        "model": model.get("path"),
-        "revision": model.get("revision"),
-        "architecture": model.get("architecture"),
-        "context": model.get("max_context"),
-        "device": f"{manifest.get('device')}, {model.get('dtype')}",
-        "memory budget": format_bytes(manifest.get("memory_budget_bytes", 0)),
-        "platform": manifest.get("platform"),
-        "kvbatch": manifest.get("kvbatch"),
-        "configuration hash": manifest.get("config_hash"),
+        "model": model and model.path,
+        "revision": model and model.revision,
+        "architecture": model and model.architecture,
+        "context": model and model.max_context,
+        "device": f"{manifest.device}, {model.dtype if model else 'unknown'}",
+        "memory budget": format_bytes(manifest.memory_budget_bytes),
+        "platform": manifest.platform,
+        "kvbatch": manifest.kvbatch,
+        "configuration hash": manifest.config_hash,
         "output": summary["output"],
     }
-    versions = {name: found for name, found in manifest.get("versions", {}).items() if found}
-    files = {f"input {i + 1}": each["path"] for i, each in enumerate(manifest.get("input_files", [])[:20])}
+    versions = {name: found for name, found in manifest.versions.items() if found}
+    files = {f"input {i + 1}": each["path"] for i, each in enumerate(manifest.input_files[:20])}
     return _section("Environment", _table(["", ""], list((known | versions | files).items()), has_head=False))
 
 

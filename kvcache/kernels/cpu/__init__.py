@@ -1,1 +1,1 @@
-"""C++ kernels over pages, compiled by the system's compiler at first use."""
+"""C++ kernels over pages, compiled by the system's compiler at first use. Imports `quantize` and below."""

@@ -14,8 +14,8 @@
 #include "page.h"
 #include "page_products.h"
 
-// So many query heads share one reading of a page: more sums than theirs do not fit the 16 registers of AVX2. Packed
-// pages would let one head less fit better, but sharing the unpacking is worth more.
+// Query heads that share one reading of a page: the sums of more heads do not fit the 16 registers of AVX2. Three heads
+// would fit packed pages better, but sharing the unpacking among four is worth more.
 constexpr int WHOLE_HEADS = 3, PACKED_HEADS = 4;
 
 // Numbers of some heads as words: a number is its word times its head's factor.
@@ -35,7 +35,7 @@ struct Rounded {
   }
 };
 
-// The largest word such that so many products with codes can be added up in 32 bits.
+// The largest word such that `count` products with codes of `bits` bits can be added up in 32 bits.
 static inline float top_word(int bits, int count) {
   return std::min(32767.f, 2147e6f / (((1 << bits) - 1) * (float)count));
 }
@@ -51,7 +51,7 @@ class Attention {
     spread_.resize(heads * stride_);
   }
 
-  // Starts anew. out [G, D], max [G], sum [G] are the caller's and hold the partial result after `add`s and `finish`:
+  // Starts a work unit. The caller's out [G, D], max [G] and sum [G] hold the partial result after `add`s and `finish`:
   // out is not divided by sum; max is in units of log2.
   void start(const float* q, float scale, float* out, float* max, float* sum) {
     for (int g = 0; g < heads_; g++)
@@ -105,7 +105,7 @@ class Attention {
                                                stride_, g == 0 ? page.values : nullptr);
       });
       soften<false>(page, kept, kept_stride);
-      constexpr bool ahead = Numbers::BYTES == 2;  // of 4 bytes they would drive this page out of the cache
+      constexpr bool ahead = Numbers::BYTES == 2;  // numbers of 4 bytes would evict this page from the CPU's cache
       for_heads<WHOLE_HEADS>([&](auto group, int g) {
         constexpr int G = decltype(group)::value;
         for (int u = 0; u < dim_ / 16; u += 2)
@@ -226,7 +226,7 @@ class Attention {
 
   template <bool PACKED, int G>
   void weigh(int first, int count, float top) {
-    // In locals, since a number stored might be one of the members for all the compiler knows.
+    // In locals, since the compiler must assume that a stored number changes a member.
     const int stride = stride_;
     const float *scales = scales_.data(), *minima = minima_.data();
     float *s = &scores_[first * stride], *max = max_ + first;
@@ -245,7 +245,7 @@ class Attention {
     }
     decay = exp2_of(decay);
 #pragma GCC unroll 4
-    for (int g = 0; g < G; g++)  // one by one, so that its sums stay in registers
+    for (int g = 0; g < G; g++)  // head by head, so that the sums stay in registers
       for (int t = 0; t < count; t += 8) {
         f32x8 p = exp2_of(load(s + g * stride + t) - best[g]);
         sum[g] += p;

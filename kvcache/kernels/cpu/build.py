@@ -1,8 +1,8 @@
 """Compiles C++ kernels once per machine into the user's cache and loads them.
 
 The library's name is a hash of all that shapes it (sources, flags, compiler, CPU), so a cache shared by
-several machines holds one library for each kind of them and a stale one is never loaded. A hash of the library itself
-follows, by which a damaged one is known before it is loaded: the loader dies of one that ends too early.
+several machines holds one library for each kind of machine, and a stale one is never loaded. A hash of the library
+itself follows, so that a damaged file is detected before it is loaded: the loader crashes on a truncated file.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from kvcache.user_cache import user_cache
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
 HERE = Path(__file__).parent
-_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
 
 @functools.cache
@@ -65,16 +64,6 @@ def _warn(message: str) -> None:
 def _first_line(error: Exception) -> str:
     text = (getattr(error, "stderr", None) or str(error)).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def declare(found: ctypes.CDLL, signatures: dict[str, str]) -> ctypes.CDLL:
-    """Tell a library what its functions take, by letters: int, long, float or pointer.
-
-    Wrapping each number at every call takes longer than a decode step's work.
-    """
-    for name, letters in signatures.items():
-        getattr(found, name).argtypes = [_TYPES[letter] for letter in letters]
-    return found
 
 
 def find_compiler() -> list[str]:

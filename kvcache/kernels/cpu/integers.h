@@ -13,7 +13,7 @@
 #include "products.h"
 #include "unpack.h"
 
-// Whether that is fast here; as a flag of 0 or 1 both ways can be tested anywhere.
+// Whether integers are faster on this CPU; the flag, 0 or 1, lets tests compile both ways anywhere.
 #if defined(KVBATCH_INTEGERS)
 constexpr bool HAS_INTEGERS = KVBATCH_INTEGERS;
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
@@ -23,8 +23,8 @@ constexpr bool HAS_INTEGERS = false;
 #endif
 
 constexpr float TOP = 32767, TOP_VALUE = 4095;
-// Of weights of whole and of packed values. Scores of thousands are so coarse that what should be the largest weight can
-// be above by a thousandth.
+// Of weights of whole and of packed values. Scores in the thousands are so coarse that a weight can exceed the largest
+// by a thousandth.
 constexpr float TOP_WEIGHT = 8180, TOP_PACKED_WEIGHT = 32700;
 constexpr int TILE_SLOTS = 64;  // scores of a tile and a panel, 6 KB on AVX2, stay in the first-level cache
 static_assert(TILE_SLOTS * 4095LL * 8191 < 1LL << 31, "sums fit 32 bits");
@@ -103,13 +103,13 @@ static void integer_product(const uint32_t* a, int64_t row_step, int64_t step, i
     integer_product<ADD, ROWS / 2>(a, row_step, step, rows, b, depth, c, factors, row_factors, largest);
 }
 
-// What to multiply numbers by so that the largest, or a norm, becomes `top`, and what undoes it.
+// The factor that makes the largest number, or a norm, equal `top`, and its inverse.
 struct Rounding {
   float inverse, factor;
   explicit Rounding(float norm, float top = TOP) : inverse(norm == 0 ? 0 : top / norm), factor(norm / top) {}
 };
 
-// Rounds a row so that its norm is TOP, and returns what undoes that.
+// Rounds a row so that its norm is TOP, and returns the factor that undoes it.
 static inline float round_row(const float* row, int dim, int16_t* words) {
   f32x8 squares = {};
   for (int d = 0; d < dim; d += 8) squares += load(row + d) * load(row + d);

@@ -10,14 +10,14 @@ struct Format {
 
 struct Page {
   const uint8_t *keys, *values;  // codes
-  const uint8_t* base;           // what the format's other offsets count from
+  const uint8_t* base;           // origin of the format's other offsets
   const Format* format;
-  int count;  // valid slots; what lies in the others shows nowhere
+  int count;  // valid slots; the others change no result
 };
 
 static inline int round_up(int n) { return (n + 7) / 8 * 8; }
 
-constexpr int64_t PAGE_UNIT = 512;  // addresses count in units of so many bytes
+constexpr int64_t PAGE_UNIT = 512;  // bytes, the unit of addresses
 
 // Pages of any format, by address.
 struct MixedPages {

@@ -5,13 +5,13 @@
 #include "codes.h"
 #include "words.h"
 
-// What will be read next: memory is asked for it, some bytes per token, while the arithmetic is busy.
+// Bytes that will be read next: they are prefetched, a few per token, during the arithmetic.
 struct Soon {
   const uint8_t* start;
   int token_bytes;
 };
 
-// Asks for bytes that will be read soon; returns what follows them.
+// Prefetches bytes that will be read soon; returns the address behind them.
 template <int BYTES>
 static inline const uint8_t* fetch(const uint8_t* soon) {
 #pragma GCC unroll 4
@@ -28,7 +28,7 @@ template <class Numbers, int G>
     f32x8 sums[G][2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      const uint8_t* four_rows[4];  // the last one again where there are no more
+      const uint8_t* four_rows[4];  // beyond the last row, the last row again
 #pragma GCC unroll 4
       for (int t = 0; t < 4; t++) four_rows[t] = rows + std::min(t0 + 4 * i + t, count - 1) * row_bytes;
       f32x8 four[G][4] = {};

@@ -182,10 +182,10 @@ struct Dequantize {
 extern "C" {
 
 // Shapes are those of the structs above.
-void kvb_decode_mixed(const uint8_t* slab, const Format* formats, int num_formats, const int64_t* addresses,
-                      const uint8_t* format_ids, const int32_t* counts, const int64_t* first, const int64_t* length,
-                      int64_t items, int heads, int dim, float scale, const float* q, float* out, float* lse,
-                      float* largest, int threads) {
+void kvb_decode_mixed(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
+                      const int32_t* counts, const int64_t* first, const int64_t* length, int num_formats, int64_t items,
+                      int heads, int dim, float scale, const float* q, float* out, float* lse, float* largest,
+                      int threads) {
   int page_tokens = 0;
   for (int i = 0; i < num_formats; i++) page_tokens = std::max(page_tokens, formats[i].page_tokens);
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};

@@ -11,15 +11,15 @@ template <class Kind>
 struct Work {
   const Queries& queries;
   const std::vector<Lane>& lanes;
-  float* largest;  // [KVH, num_judged] or null
+  float* largest;  // [KVH, num_scored] or null
 
   struct Unit {
     int lane, first, count;
   };
   std::vector<Unit> units;
-  std::vector<float> found;  // [units, num_judged]
+  std::vector<float> found;  // [units, num_scored]
 
-  int64_t num_judged() const { return lanes[0].num_judged; }
+  int64_t num_scored() const { return lanes[0].num_scored; }
 
   // Long rows first and large units first, so that threads end together; one thread needs no small ones.
   void plan(int threads) {
@@ -31,24 +31,24 @@ struct Work {
         end -= count, left -= count;
         units.push_back({(int)lane, end, count});
       }
-    found.resize(units.size() * num_judged());
+    found.resize(units.size() * num_scored());
   }
 
   Prefill<Kind> state() const { return {queries}; }
 
   void operator()(Prefill<Kind>& prefill, int64_t i) {
     const Unit& unit = units[i];
-    prefill.run(lanes[unit.lane], unit.lane, unit.first, unit.count, found.data() + i * num_judged());
+    prefill.run(lanes[unit.lane], unit.lane, unit.first, unit.count, found.data() + i * num_scored());
   }
 
   void join() {
-    std::fill(largest, largest + lanes.size() * num_judged(), HIDDEN);
+    std::fill(largest, largest + lanes.size() * num_scored(), HIDDEN);
     for (size_t i = 0; i < units.size(); i++)
-      for (int64_t n = 0; n < num_judged(); n++) {
-        float& best = largest[units[i].lane * num_judged() + n];
-        best = std::max(best, found[i * num_judged() + n]);
+      for (int64_t n = 0; n < num_scored(); n++) {
+        float& best = largest[units[i].lane * num_scored() + n];
+        best = std::max(best, found[i * num_scored() + n]);
       }
-    for (size_t n = 0; n < lanes.size() * num_judged(); n++)
+    for (size_t n = 0; n < lanes.size() * num_scored(); n++)
       largest[n] = largest[n] == HIDDEN ? 0 : std::exp2(largest[n]);
   }
 
@@ -98,18 +98,18 @@ void kvb_prefill_pool(const uint8_t* keys, const uint8_t* values, int element_by
 // Pages of any format, whose addresses may be null, then a prefill buffer [KVH, N, D], lanes `lane_bytes` apart.
 void kvb_prefill_mixed(const uint8_t* slab, const Format* formats, const int64_t* addresses, const uint8_t* format_ids,
                        const int32_t* counts, const int64_t* first, const int64_t* length, const uint8_t* keys,
-                       const uint8_t* values, int element_bytes, int64_t lane_bytes, int prefill_buffer_slots, int kv_heads,
+                       const uint8_t* values, int element_bytes, int64_t lane_bytes, int buffer_tokens, int kv_heads,
                        const void* q, int q_bf16, int64_t token_stride, int64_t head_stride, int tokens, int group,
                        int dim, float scale, void* out, float* lse, int64_t distance, float* largest, int rounds,
                        int threads) {
   const MixedPages pages = {slab, formats, addresses, format_ids, counts, first, length};
-  const Format format = whole(element_bytes, prefill_buffer_slots);
+  const Format format = whole(element_bytes, buffer_tokens);
   std::vector<Lane> lanes(kv_heads);
   for (int h = 0; h < kv_heads; h++) {
     for (int64_t i = 0; addresses && i < pages.num_pages(h); i++)
       if (pages.count(h, i)) lanes[h].add(pages.page(h, i));
-    lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, prefill_buffer_slots});
-    if (largest) lanes[h].num_judged = prefill_buffer_slots;
+    lanes[h].add({keys + h * lane_bytes, values + h * lane_bytes, nullptr, &format, buffer_tokens});
+    if (largest) lanes[h].num_scored = buffer_tokens;
   }
   const Queries queries = {q,     q_bf16 != 0, token_stride, head_stride, tokens, kv_heads * group,
                            group, dim,         scale,        out,         lse,    distance, rounds != 0};

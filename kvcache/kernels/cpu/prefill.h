@@ -3,8 +3,8 @@
 // Everything is transposed: scores are [slot][row], so that softmax runs down the columns, eight or sixteen rows at
 // once, and keys and values are the broadcast side of both products. The query heads of one KV head are rows like its
 // tokens. A row's result depends on nothing but the row and its panel's slots, in order: however panels are shared out
-// to threads, the result is the same. Both products are of floats, of pairs of bfloat16, or of pairs of 16-bit integers
-// (integers.h); all else is floats.
+// to threads, the result is the same. Both products multiply floats, pairs of bfloat16, or pairs of 16-bit integers
+// (integers.h); everything else is computed in floats.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@
 #include "slots.h"
 
 constexpr float HIDDEN = -1e30f;
-constexpr float LAG = 8;  // weights are 2^LAG at most: a smaller new maximum is not worth bringing all sums to it
+constexpr float LAG = 8;  // weights are 2^LAG at most: rescaling all sums for a smaller rise of the maximum does not pay
 
 struct Queries {
   const void* q;  // [C, H, D] with strides in numbers; floats or bfloat16, as is the output
@@ -37,7 +37,7 @@ struct Queries {
 struct Lane {
   std::vector<Page> pages;  // none empty
   int64_t slots = 0;
-  int64_t num_judged = 0;  // of the last so many slots the largest weight is wanted
+  int64_t num_scored = 0;  // the last slots, whose largest weights are computed
 
   void add(const Page& page) {
     if (!page.count) return;
@@ -54,10 +54,10 @@ class Prefill {
   }
 
   // Panels [first, first + count) of a KV head's rows. The logarithms (base 2) of the largest weight that any of these
-  // rows gave each of the judged slots go to `largest`.
+  // rows gave each of the scored slots go to `largest`.
   void run(const Lane& lane, int kv_head, int first, int count, float* largest) {
     kv_head_ = kv_head, first_ = first, count_ = count, hidden_ = lane.slots - in_.tokens;
-    judged_ = lane.slots - lane.num_judged, num_judged_ = lane.num_judged;
+    scored_ = lane.slots - lane.num_scored, num_scored_ = lane.num_scored;
     start();
     const int64_t end = hidden_ + token((first + count) * PANEL - 1) + 1;
     int64_t slot = 0;
@@ -74,7 +74,7 @@ class Prefill {
         slot += size;
       }
     finish();
-    if (num_judged_) judge(largest);
+    if (num_scored_) find_largest(largest);
   }
 
  private:
@@ -90,14 +90,14 @@ class Prefill {
   uint32_t* pairs(int panel) { return pairs_.data() + (int64_t)panel * (in_.dim / 2) * PANEL; }
   float* factor(int panel) { return factors_.data() + panel * PANEL; }
   float* minimum(int panel) { return minima_.data() + panel * PANEL; }
-  float* kept(int panel, int64_t slot) { return kept_.data() + (panel * num_judged_ + slot - judged_) * PANEL; }
+  float* kept(int panel, int64_t slot) { return kept_.data() + (panel * num_scored_ + slot - scored_) * PANEL; }
 
   void start() {
     out_.resize((size_t)count_ * in_.dim * PANEL);
     max_.resize(count_ * PANEL);
     sum_.resize(count_ * PANEL);
     minima_.resize(count_ * PANEL);
-    kept_.resize(count_ * num_judged_ * PANEL);
+    kept_.resize(count_ * num_scored_ * PANEL);
     std::fill(out(0), out(count_), 0.f);
     std::fill(max(0), max(count_), HIDDEN);
     std::fill(sum(0), sum(count_), 0.f);
@@ -166,11 +166,11 @@ class Prefill {
       }
   }
 
-  // Not inlined, as `attend_rounded`: what one of them needs would push the other's numbers out of registers.
+  // Not inlined, nor is `attend_rounded`: each needs all registers.
   [[gnu::noinline]] void attend(int panel, int64_t slot, int size) {
     size = num_seen(panel, slot, size);
     if (size <= 0) return;
-    float* scores = slot < judged_ ? scores_.data() : kept(panel, slot);
+    float* scores = slot < scored_ ? scores_.data() : kept(panel, slot);
     alignas(64) float best[PANEL];
     std::copy(max(panel), max(panel + 1), best);
     const int dim = in_.dim, depth = dim / Kind::STEP;
@@ -185,7 +185,7 @@ class Prefill {
   [[gnu::noinline]] void attend_rounded(int panel, int64_t slot, int size) {
     size = num_seen(panel, slot, size);
     if (size <= 0) return;
-    float* scores = slot < judged_ ? scores_.data() : kept(panel, slot);
+    float* scores = slot < scored_ ? scores_.data() : kept(panel, slot);
     alignas(64) float lowest[PANEL], best[PANEL], factors[PANEL];
     std::fill(lowest, lowest + PANEL, HIDDEN / 2);  // above the hidden, which so weigh nothing where a row sees none
     std::copy(lowest, lowest + PANEL, best);
@@ -208,8 +208,8 @@ class Prefill {
     return hidden_ + token((first_ + panel) * PANEL) + 1 - slot >= size;
   }
 
-  // Takes back what some of a panel's rows must not see: it would also push what they see below what an exponential can
-  // tell. `before` are the largest scores of earlier slots.
+  // Hides slots that some of a panel's rows must not see. Their scores in the maximum would make the weights of visible
+  // slots underflow. `before` are the largest scores of earlier slots.
   void hide(int panel, int64_t slot, int size, const float* before, float* scores, float* best) {
     if (all_seen(panel, slot, size)) return;
     for (int j = 0; j < PANEL; j += WIDE) {
@@ -307,15 +307,15 @@ class Prefill {
   }
 
   // A slot's weight is known only at the end, when all its rows' sums are: until then the scores were kept.
-  void judge(float* largest) {
+  void find_largest(float* largest) {
     for (int i = 0; i < count_ * PANEL; i++) sum(0)[i] = max(0)[i] * factor_ + std::log2(sum(0)[i]);
-    for (int64_t n = 0; n < num_judged_; n++) {
+    for (int64_t n = 0; n < num_scored_; n++) {
       // Rows from this one on are far enough behind.
-      const int64_t far = (judged_ + n + in_.distance - hidden_) * in_.group;
+      const int64_t far = (scored_ + n + in_.distance - hidden_) * in_.group;
       Wide best = wide(HIDDEN);
       for (int64_t panel = std::max<int64_t>(0, far / PANEL - first_); panel < count_; panel++) {
         const int64_t row = (first_ + panel) * PANEL;
-        const float *s = kept(panel, judged_ + n), *lse = sum(panel);
+        const float *s = kept(panel, scored_ + n), *lse = sum(panel);
         if (row >= far && row + PANEL <= in_.rows()) {
           for (int j = 0; j < PANEL; j += WIDE) best = larger_of(best, load_wide(s + j) * factor_ - load_wide(lse + j));
         } else {
@@ -333,7 +333,7 @@ class Prefill {
   IntegerSlots integers_;
   int kv_head_ = 0, first_ = 0, count_ = 0;
   int64_t hidden_ = 0;  // slots before the chunk's own: token i sees hidden_ + i + 1
-  int64_t judged_ = 0, num_judged_ = 0;
+  int64_t scored_ = 0, num_scored_ = 0;
   Buffer<Element> query_;
   Buffer<float> out_, max_, sum_, scores_, kept_;
   Buffer<uint32_t> pairs_, words_;  // queries as integers

@@ -101,7 +101,7 @@ struct Pairs {
 // c[i] before is added, else the product's largest number in each column raises `largest` [PANEL], while it is still in
 // registers.
 //
-// Not inlined: the loop needs all registers, and its caller's numbers would push some of them out.
+// Not inlined: the loop needs all registers, and its caller's numbers would occupy some.
 template <class Kind, int ROWS, bool ADD>
 __attribute__((noinline)) static void product_tile(const typename Kind::Element* a, int64_t row_step, int64_t step,
                                                    const typename Kind::Element* b, int depth, float* c,

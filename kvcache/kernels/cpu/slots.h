@@ -1,5 +1,5 @@
-// Slots of a page as the products want them: keys as rows of elements along the head dim, values as rows of elements
-// along the slots, [ceil(n / STEP)][dim]. What already lies so in its page is used where it is.
+// Slots of a page in the order of the products: keys as rows of elements along the head dim, values as rows of elements
+// along the slots, [ceil(n / STEP)][dim]. Pages that already have this order are read in place.
 #pragma once
 #include "buffer.h"
 #include "products.h"

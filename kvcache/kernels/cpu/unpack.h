@@ -5,7 +5,7 @@
 #include "codes.h"
 #include "page.h"
 
-// Holds the room for a page's scales, so that it is not fetched anew for every page.
+// Holds the buffers for a page's scales, so that they are not allocated for every page.
 class Unpack {
  public:
   // Calls put(t, d, x) with numbers [d, d + 8) of the keys in slots [first, last).
@@ -34,7 +34,7 @@ class Unpack {
     zeros_.assign(size, 0.f);
   }
 
-  // Numbers of a section, or what stands for a missing one.
+  // Numbers of a section, or `otherwise` where the format has no such section.
   const float* section(const Page& page, int offset, int count, std::vector<float>& room,
                        const std::vector<float>& otherwise) {
     if (offset < 0) return otherwise.data();

@@ -1,5 +1,5 @@
-// Eight floats at a time, or sixteen words. The compiler's vector extensions make AVX2, AVX-512 or NEON of them; where
-// it makes poor code there is a short x86 version beside the plain one.
+// Eight floats at a time, or sixteen words. The compiler's vector extensions turn them into AVX2, AVX-512 or NEON; where
+// its code is slow, a short x86 version stands beside the plain one.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -80,7 +80,7 @@ static inline f32x8 add_halves(f32x8 a, f32x8 b) {
          SHUFFLE(i32x8, a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// For loops whose sums just fit the registers: the compiler would rather have all products first, and no room for them.
+// For loops whose sums just fit the registers: the compiler would compute all products first and spill them.
 template <class Vector>
 static inline void hold(Vector& sum) {
 #if defined(__AVX2__)

@@ -37,7 +37,7 @@ static inline Wide larger_of(Wide a, Wide b) {
 #endif
 }
 
-// Keeps x in a register: the compiler would rather load it again for each of its uses, and loads are what is scarce.
+// Keeps x in a register: the compiler would load it again for each use, and loads are the bottleneck.
 static inline Wide held(Wide x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));

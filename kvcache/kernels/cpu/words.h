@@ -1,13 +1,13 @@
 // Packed codes as 16-bit words, two rows of a page at once: what decode multiplies by integers.
 //
-// Keys want the codes of a row side by side, half a vector a row. Sixteen bytes of a row are a unit: word j of them
+// Keys: the codes of a row lie side by side, half a vector a row. Sixteen bytes of a row are a unit: word j of them
 // holds the codes of WIDTH channels that follow each other, and each of WIDTH vectors has one of them, in the order of
 // `sort_by_remainder`.
 //
-// Values want the two rows' codes of a channel side by side. A slice is four vectors of eight channels; two slices of
+// Values: the two rows' codes of a channel lie side by side. A slice is four vectors of eight channels; two slices of
 // codes below a byte are 64 channels, 8 a lane.
 //
-// Units and slices may reach beyond a row, never beyond its page: whoever uses them has zeros there, or no use for it.
+// Units and slices may reach beyond a row, never beyond its page: callers multiply what lies there by zero, or ignore it.
 #pragma once
 #include "vectors.h"
 

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t ROWS = 64;  // that a thread takes at once
+constexpr int64_t ROWS = 64;  // of a piece, which one thread takes at once
 
 struct Write {
   void* slab;
@@ -23,8 +23,8 @@ struct Write {
       convert(piece);
   }
 
-  // Calls use(place, where a row begins) with everything in locals: what is stored might be one of the members for all
-  // the compiler knows.
+  // Calls use(place, offset of a row) with everything in locals, since the compiler must assume that a stored number
+  // changes a member.
   template <class Use>
   void for_rows(int64_t piece, Use use) const {
     const int64_t first = piece * ROWS, num_tokens = tokens, token_step = token_stride, lane_step = lane_stride;

@@ -79,7 +79,7 @@ def test_heads_are_rotated_as_the_reference_rotates_them(dtype, head_dim, turned
     angles = make((21, head_dim // 2), torch.float32, 2)
     kwargs = {"turn": rotation(head_dim)} if turned else {}
     if normed:
-        kwargs |= {"q_norm": make((head_dim,), dtype, 3), "k_norm": make((head_dim,), dtype, 4), "eps": 1e-5}
+        kwargs["norms"] = reference.HeadNorms(make((head_dim,), dtype, 3), make((head_dim,), dtype, 4), 1e-5)
     actual, expected = qkv.clone(), qkv.clone()
     for module, x in ((ops, actual), (reference, expected)):
         module.rotate(x, 4, 2, angles.cos(), angles.sin(), **kwargs)
@@ -147,7 +147,7 @@ def test_int8_products_of_other_machines_are_exact_too(flag, panel, tmp_path, mo
     """What runs on AVX-512-VNNI, its one instruction in plain C++, and without any vector extension."""
     folder = Path(ops.__file__).parent
     built = build.compile_and_load(build.find_compiler(), tmp_path, (flag,), sources=folder)
-    monkeypatch.setattr(ops, "library", lambda: ops._declared(built))
+    monkeypatch.setattr(ops, "library", lambda: ops.LAYER_KERNELS.declared(built))
     assert ops.int8_panel() == panel
     check_product(9, 72, 80, torch.float32, 0, True, True)
     check_product(70, 136, 1096, torch.bfloat16, 1, False, False)
@@ -221,7 +221,7 @@ def test_products_of_lesser_machines_are_as_exact_and_those_of_float32_the_same(
     built = build.compile_and_load(
         build.find_compiler(), tmp_path, (flag,), sources=Path(ops.__file__).parent
     )
-    monkeypatch.setattr(ops, "library", lambda: ops._declared(built))
+    monkeypatch.setattr(ops, "library", lambda: ops.LAYER_KERNELS.declared(built))
     found = [check_float_product(*case) for case in cases]
     for out, expected, (_, _, _, (x_dtype, *_), *_) in zip(found, native, cases, strict=True):
         assert x_dtype == HALF or torch.equal(out, expected)

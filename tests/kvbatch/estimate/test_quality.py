@@ -78,7 +78,7 @@ def test_the_guard_warns_fails_or_falls_back_and_is_asked_once_a_run(job_file):
     quality = pl.read_parquet(warned.quality)
     assert quality.height == 3 and quality["error"].null_count() == 3
     assert (quality["full_nll"] - quality["nll"] - quality["nll_delta"]).abs().max() < 1e-9
-    found = warned.read_manifest()["quality"]
+    found = warned.read_manifest().quality
     assert found["nll_delta"] == pytest.approx(quality["nll_delta"].mean()) and found["problems"]
     rows = pl.read_parquet(warned.shards / "*.parquet")
     assert rows["kvb_kv_kept_ratio"].max() < 0.9

@@ -58,8 +58,8 @@ def test_a_cache_that_cannot_be_used_is_no_failure(rates, tmp_path, monkeypatch)
 
 def dtype_of(run: RunDirectory) -> str:
     manifest = json.loads(run.manifest.read_text())
-    assert manifest["precision"]["dtype"] == manifest["model"]["dtype"]
-    return manifest["model"]["dtype"]
+    assert manifest.precision["dtype"] == manifest.model.dtype
+    return manifest.model.dtype
 
 
 def test_a_choice_holds_on_and_a_new_run_chooses_anew(job_file, rates, tmp_path):

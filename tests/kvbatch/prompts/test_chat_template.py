@@ -87,7 +87,7 @@ def test_a_run_has_one_date_whenever_it_goes_on(write, at, tokenizer):
     again, later, said = run(path)
     assert again.path == first.path and again.is_success and later == prompts
     assert "2 of 6 rows are finished" in said
-    assert again.read_manifest()["prompt_time"] == FIRST
+    assert again.read_manifest().prompt_time == FIRST
     # a new run has its own time, an old one that it does not continue has no say in it
     assert date_of(run(path, new_run=True)[1], tokenizer) == "09 January 2027"
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_is_rendered_otherwise_is_refused_by_name(write, at, monke
     run(path, engine=Stopped(2))
     at(LATER)
     with monkeypatch.context() as patch:
-        patch.setattr("kvbatch.opened_job.prompt_time", lambda manifest: None)
+        patch.setattr("kvbatch.run_dir.manifest.Manifest.time", None)
         with pytest.raises(JobChanged, match="rendered chat template: "):
             run(path)
 
@@ -181,9 +181,9 @@ def test_a_job_tells_its_chat_template(write):
         "the chat template writes the time, in all rows that of the run's start",
     ]
     write(start=SWITCH)
-    keys = off.read_manifest()["semantic"]
+    keys = off.read_manifest().semantic
     assert keys["generation.chat_template_kwargs.enable_thinking"] is False
-    assert keys["rendered chat template"] != on.read_manifest()["semantic"]["rendered chat template"]
+    assert keys["rendered chat template"] != on.read_manifest().semantic["rendered chat template"]
     for override, message in (
         (
             "generation.chat_template_kwargs={tokenize: true}",

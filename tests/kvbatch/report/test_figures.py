@@ -73,7 +73,7 @@ def test_no_figure_contradicts_another(job_file, compressible, monkeypatch, sect
     uncached = prompt - rows["kvb_cached_prompt_tokens"].sum()
     assert uncached + generated < done < prompt + generated, "each shared prefix is computed once"
     if not sections:
-        assert done == uncached + generated + found.read_manifest()["prefix_tokens"]
+        assert done == uncached + generated + found.read_manifest().prefix_tokens
     last = [line for line in told.getvalue().splitlines() if line.startswith("running")][-1]
     assert "KV 0" not in last and "at most" in last
 

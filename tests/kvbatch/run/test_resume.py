@@ -36,7 +36,7 @@ from tests.kvbatch.crash import at_step, run_and_kill
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.helpers import RECORDS, stop_after
 
-OF_THE_RUN = ("kvb_run_id", "kvb_prefill_s", "kvb_decode_s")
+OF_THE_RUN = ("kvb_run_id", "kvb_prefill_s", "kvb_decode_s", "kvb_wait_s")
 
 
 def run(path, *overrides, **kwargs) -> RunDirectory:

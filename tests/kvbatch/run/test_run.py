@@ -47,7 +47,7 @@ def test_head_that_is_not_the_embedding_is_said_and_noted(job_file, tiny_model, 
     said = io.StringIO()
     job = load_job(job_file(RECORDS[:1], model={"path": str(model)}))
     found = run_job(job, stream=said, make_llm=lambda model, config: Backwards()).run
-    (note,) = found.read_manifest()["model"]["notes"]
+    (note,) = found.read_manifest().model.notes
     assert "tie_word_embeddings" in note and f"warning: model {model}: {note}" in said.getvalue()
     assert ("model", "note", note) in [
         (each.about, each.kind, each.message) for each in findings_of(Path("job.yaml"), ())
@@ -154,7 +154,7 @@ def test_run_directory(job_file):
     assert not any(name.endswith(".tmp") for name in names)
     assert (found.path.parent / "latest").readlink() == Path(found.run_id)
     manifest = found.read_manifest()
-    assert manifest["num_rows"] == 11 and len(manifest["text_sha256"]["in.jsonl"]) == 64
+    assert manifest.num_rows == 11 and len(manifest.text_sha256["in.jsonl"]) == 64
     assert load_job(found.path / "job.resolved.yaml") == load_job(Path("job.yaml"))
     log = found.log.read_text()
     assert [json.loads(line)["event"] for line in log.splitlines()] == [
@@ -267,7 +267,7 @@ def test_a_log_may_grow_under_the_run(job_file):
     before = hashlib.sha256(Path("in.jsonl").read_bytes()).hexdigest()
     found = run(path, make_llm=grow).run
     assert output(found)["id"].to_list() == [record["id"] for record in RECORDS]
-    assert list(found.read_manifest()["input_sha256"].values()) == [before]
+    assert list(found.read_manifest().input_sha256.values()) == [before]
 
 
 def test_what_does_not_go_together_is_said_before_weights_load(job_file, tmp_path):

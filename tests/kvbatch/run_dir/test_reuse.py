@@ -202,7 +202,6 @@ def test_retry_refuses_another_input_or_model(job_file, tiny_model):
         with pytest.raises(JobChanged, match="input changed"):
             again()
     manifest = first.read_manifest()
-    manifest["semantic"]["model content"] = "another"
-    first.write_manifest(manifest)
+    first.write_manifest(replace(manifest, semantic=manifest.semantic | {"model content": "another"}))
     with pytest.raises(JobChanged, match="model changed"):
         again()

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_damaged_dead_letters_cost_no_answer(job_file):
     assert found.deadletter_file(0).read_bytes() == letters and not find_problems(found, deep=True)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "", '{"format": 2, "job": "test"}', '{"format": 99}'])
+@pytest.mark.parametrize("text", ["{}", "[]", "", '{"format": 3, "job": "test"}', '{"format": 99}'])
 def test_a_manifest_that_is_none_ends_the_start_by_name(text, job_file):
     path = job_file(RECORDS, output={"shard_rows": 2})
     found = stop_after(path, 5)
@@ -98,7 +99,7 @@ def test_a_manifest_that_is_none_ends_the_start_by_name(text, job_file):
         assert told.exit_code == 66 and str(found.manifest) in told.output, args
     assert len(job_runs(HOME)) == 1
     told = invoke("run", path).stderr
-    assert "--new-run" in told or "newer kvbatch" in told
+    assert "--new-run" in told or "newer: update kvbatch" in told
 
 
 def test_what_decides_nothing_may_hold_anything(job_file):
@@ -173,34 +174,31 @@ def test_runs_are_ordered_by_what_they_say(job_file):
     second, done = night(RECORDS[:5])
     assert done == 2 and [r.path for r in job_runs(HOME)] == [second.path, first.path]
     os.utime(first.manifest, (4e9, 4e9))
-    second.write_manifest(second.read_manifest() | {"created": "2001-01-01T00:00:00+00:00"})
+    second.write_manifest(replace(second.read_manifest(), created="2001-01-01T00:00:00+00:00"))
     third, done = night(RECORDS)
-    assert done == 2 and third.read_manifest()["number"] == 3
-    assert datetime.fromisoformat(third.read_manifest()["created"]) < datetime.now(UTC)
+    assert done == 2 and third.read_manifest().number == 3
+    assert datetime.fromisoformat(third.read_manifest().created) < datetime.now(UTC)
 
 
-def test_a_run_of_an_older_release_is_read_as_it_stands(job_file):
+def test_every_command_refuses_a_run_directory_of_another_format(job_file):
     path = job_file(RECORDS, output={"shard_rows": 2})
     found = run(path, make_llm=lambda *_: Backwards())
-    expected = invoke("export", HOME).stdout
-    new = ("checksum", "number", "files", "mtime_ns", "sha256", "statuses", "own", "deadletter")
-    for file in (found.manifest, found.summary, *found.commits.iterdir()):
-        values = {key: value for key, value in json.loads(file.read_text()).items() if key not in new}
-        file.write_text(json.dumps(values | {"format": 1}))
-    assert invoke("export", HOME).stdout == expected
-    for args in (
-        ["status", HOME],
-        ["report", HOME],
-        ["verify", HOME],
-        ["diff", HOME, HOME],
-        ["resume", HOME],
-    ):
-        assert invoke(*args).exit_code == 0, args
-    found.shard_file(0).write_bytes(found.shard_file(0).read_bytes()[:-9])
-    found.plan.unlink()
-    assert invoke("status", HOME).exit_code == 66
-    run(path, resume=found, make_llm=lambda *_: Backwards())
-    assert found.is_success and len(output(found)) == len(RECORDS)
+    for number, remedy in ((2, "it is older: kvbatch run --new-run"), (99, "it is newer: update kvbatch")):
+        for file in (found.manifest, found.summary, *found.commits.iterdir()):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"format": number}))
+        for args in (
+            ["run", path],
+            ["status", HOME],
+            ["report", HOME],
+            ["verify", HOME],
+            ["diff", HOME, HOME],
+            ["export", HOME],
+            ["resume", HOME],
+            ["retry", HOME, "--status", "error"],
+        ):
+            told = invoke(*args)
+            assert told.exit_code == 66 and f"format {number}" in told.output and remedy in told.output, args
+    assert run(path, new_run=True, make_llm=lambda *_: Backwards()).is_success
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -210,7 +208,7 @@ def test_a_plan_that_cannot_be_made_again_is_named(changes, job_file, monkeypatc
     found.plan.write_bytes(found.plan.read_bytes()[:-100])
     if changes:
         manifest = found.read_manifest()
-        found.write_manifest(manifest | {"plan": manifest["plan"] | {"num_bins": 77}})
+        found.write_manifest(replace(manifest, plan=replace(manifest.plan, num_bins=77)))
         told = invoke("resume", HOME)
         assert told.exit_code == 66 and "plan.parquet" in told.stderr and "--new-run" in told.stderr
         return

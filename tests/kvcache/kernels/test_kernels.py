@@ -35,7 +35,7 @@ def test_packed_pages_are_read_as_the_reference_reads_them(build_name, data):
     lists = st.lists(st.tuples(page_formats(head_dim), st.integers(1, 3)), min_size=1, max_size=3)
     sequences = data.draw(st.lists(lists, min_size=1, max_size=3), "sequences")
     table = make_table(sequences, num_lanes, data.draw(st.integers(0, 1000), "seed"))
-    table = table.lanes(data.draw(st.integers(0, num_lanes - 1), "first lane"), num_lanes)
+    table = data.draw(st.sampled_from(table.by_layer(num_lanes)), "layer of one lane")
 
     with built(build_name):
         check_pages(table, group)
@@ -139,9 +139,6 @@ def test_thread_count_changes_nothing():
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
-FORMAT = PageFormat(4, 4, 64, 64)
-
-
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
 def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", compiler)
@@ -149,8 +146,8 @@ def test_without_a_compiler_torch_takes_over_and_says_so_once(compiler, monkeypa
     build.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert registry.kernels_for("cpu", FORMAT) is reference
-            assert registry.kernels_for("cpu", FORMAT) is reference
+            assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
+            assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
     finally:
         build.library.cache_clear()
     assert len(caplog.records) == 1 and "torch takes over" in caplog.text
@@ -160,7 +157,7 @@ def test_kernels_can_be_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("KVBATCH_NATIVE", "0")
     build.library.cache_clear()
     try:
-        assert registry.kernels_for("cpu", FORMAT) is reference
+        assert registry.kernels_for(torch.device("cpu"), PageFormat(4, 4, 64, 64)) is reference
     finally:
         build.library.cache_clear()
     assert not caplog.records

@@ -2,6 +2,8 @@
 valid slots alone.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.kernels import reference
 from kvcache.kernels.cpu import ops
+from kvcache.kernels.protocol import PrefillOptions
 from tests.kvcache.kernel_builds import built, each_build, needs_compiler
 from tests.kvcache.page_tables import make_table, page_formats
 
@@ -67,16 +70,17 @@ def test_a_chunk_sees_pages_as_the_reference_does(build_name, data):
     slabs = make_pool(past, num_new, page_tokens, dim, data.draw(DTYPES, "dtype of pages"))
     q = make_queries(num_new, num_lanes * group, dim, data.draw(DTYPES, "dtype of queries"))
     arguments = (*slabs, torch.tensor(past))
-    kwargs = {"scale": dim**-0.5, "rounds": data.draw(st.booleans(), "rounds")}
-    expected = reference.prefill_attention_pool(q.float(), *arguments, **kwargs)
+    options = PrefillOptions(dim**-0.5, data.draw(st.booleans(), "rounds"))
+    expected = reference.prefill_attention_pool(q.float(), *arguments, options)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     with built(build_name):
-        actual = ops.prefill_attention_pool(q, *arguments, **kwargs, out=out)
+        actual = ops.prefill_attention_pool(q, *arguments, options, out=out)
         assert actual[0] is out
         for part, wanted in zip(actual, expected, strict=True):
-            assert_close(part, wanted, q.dtype, rounded=kwargs["rounds"])
+            assert_close(part, wanted, q.dtype, rounded=options.rounds)
         for num_threads in (2, 5):
-            again = ops.prefill_attention_pool(q, *arguments, **kwargs, num_threads=num_threads)
+            threaded = replace(options, num_threads=num_threads)
+            again = ops.prefill_attention_pool(q, *arguments, threaded)
             assert torch.equal(again[0], out) and torch.equal(again[1], actual[1]), (
                 "threads changed the result"
             )
@@ -99,17 +103,18 @@ def test_a_chunk_sees_packed_pages_and_prefill_buffer_as_the_reference_does(buil
     q = make_queries(num_new, num_lanes * group, dim, data.draw(DTYPES, "dtype of queries"))
     arguments = (table, *prefill_buffer[:, :, :-3])
     distance = data.draw(st.sampled_from([0, 1, 16, 64, 2**40]), "distance")
-    kwargs = {"scale": dim**-0.5, "distance": distance, "rounds": data.draw(st.booleans(), "rounds")}
-    expected = reference.prefill_attention(q.float(), *arguments, **kwargs)
+    options = PrefillOptions(dim**-0.5, data.draw(st.booleans(), "rounds"))
+    expected = reference.prefill_attention(q.float(), *arguments, options, distance=distance)
     with built(build_name):
-        actual = ops.prefill_attention(q, *arguments, **kwargs)
+        actual = ops.prefill_attention(q, *arguments, options, distance=distance)
         assert actual[0].dtype == q.dtype
         for part, wanted in zip(actual, expected, strict=True):
-            assert_close(part, wanted, q.dtype, rounded=kwargs["rounds"])
+            assert_close(part, wanted, q.dtype, rounded=options.rounds)
         for num_threads in (2, 5):
-            again = ops.prefill_attention(q, *arguments, **kwargs, num_threads=num_threads)
+            threaded = replace(options, num_threads=num_threads)
+            again = ops.prefill_attention(q, *arguments, threaded, distance=distance)
             assert all(map(torch.equal, again, actual)), "threads changed the result"
-        without = ops.prefill_attention(q, *arguments, **kwargs | {"distance": None})
+        without = ops.prefill_attention(q, *arguments, options)
         assert without[2] is None
         assert torch.equal(without[0], actual[0]) and torch.equal(without[1], actual[1])
 
@@ -118,7 +123,9 @@ def test_reference_is_causal_softmax_attention():
     num_new, past, dim = 5, 9, 16
     keys, values, pages = make_pool([past, past], num_new, 4, dim, torch.float32)
     q = make_queries(num_new, 6, dim)
-    out, lse = reference.prefill_attention_pool(q, keys, values, pages, torch.tensor([past] * 2), scale=0.3)
+    out, lse = reference.prefill_attention_pool(
+        q, keys, values, pages, torch.tensor([past] * 2), PrefillOptions(0.3)
+    )
     for head in range(6):
         k, v = (slab[pages[head // 3]].flatten(0, 1) for slab in (keys, values))
         for i in range(num_new):
@@ -141,11 +148,11 @@ def test_scores_that_rise_keep_their_order(build_name, reach, rounds, dtype):
     values, pages, past = torch.randn(4, 64, 16).to(dtype), torch.arange(4)[None], torch.tensor([226])
     q = torch.linspace(0.5, 1, 30, dtype=dtype)[:, None, None].expand(30, 1, 16).contiguous()
     arguments = (keys.contiguous(), values, pages, past)
-    expected = reference.prefill_attention_pool(q.float(), *arguments, scale=0.25)
+    expected = reference.prefill_attention_pool(q.float(), *arguments, PrefillOptions(0.25))
     with built(build_name):
-        got = ops.prefill_attention_pool(q, *arguments, scale=0.25, rounds=rounds)
+        got = ops.prefill_attention_pool(q, *arguments, PrefillOptions(0.25, rounds))
         for actual, wanted in zip(got, expected, strict=True):
             assert_close(actual, wanted, dtype, rounded=rounds)
         q[3] = torch.nan
-        out = ops.prefill_attention_pool(q, *arguments, scale=0.25, rounds=rounds)[0]
+        out = ops.prefill_attention_pool(q, *arguments, PrefillOptions(0.25, rounds))[0]
     assert bool(out[3].isnan().all()) and bool(torch.isfinite(out[4:]).all())

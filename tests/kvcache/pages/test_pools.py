@@ -58,7 +58,7 @@ def test_blocks_in_hand_keep_no_free_list_alive():
 def test_books_that_do_not_balance_are_found():
     pool = make_pool(4)
     pages = pool.allocate(1, 2)
-    with pytest.raises(AssertionError, match="nobody knows"):
+    with pytest.raises(AssertionError, match="more or fewer holders"):
         pool.check([])
     pool.release(pages)
     with pytest.raises(AssertionError, match="released twice"):

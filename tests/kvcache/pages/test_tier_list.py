@@ -21,7 +21,7 @@ def append(tier: TierList, lane: int, marks: list[int]) -> None:
     rows = torch.tensor(marks, dtype=torch.float32)[:, None, None].expand(-1, size, dim)
     lanes = torch.full((len(marks),), lane)
     if tier.format.whole:
-        tier.append_rows(lanes.repeat_interleave(size), rows.flatten(0, 1), rows.flatten(0, 1))
+        tier.append_tokens(lanes.repeat_interleave(size), rows.flatten(0, 1), rows.flatten(0, 1))
     else:
         tier.append_pages(lanes, quantize_pages(rows, rows, tier.format))
 
@@ -84,7 +84,7 @@ def test_a_page_that_is_not_full_stays():
     row = torch.full((1, 16), 3.0)
     for _ in range(16 + 2):
         tier.make_room(torch.tensor([1]))
-        tier.append_rows(torch.tensor([0]), row, row)
+        tier.append_tokens(torch.tensor([0]), row, row)
     assert marks(tier, 0)[:1] == [3] and int(tier.lengths) == 18
 
 

@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcache.quantize.codes import pack_codes, unpack_codes
 from kvcache.quantize.pages import (
     dequantize_pages,
     fold_value_rotation,
-    pack_codes,
     quantize_pages,
     rotation,
-    unpack_codes,
 )
 from kvcache.sizes.page_format import PageFormat
 

@@ -77,7 +77,7 @@ def test_scorers_give_finite_scores_over_two_steps(name):
         seen = observe(weights)
         scorer.update(
             scores[:, :tokens],
-            seen if scorer.needs_weights or scorer.kernel_maxima else replace(seen, weights=None),
+            seen if scorer.needs_weights or scorer.scored_by_kernels else replace(seen, weights=None),
         )
     assert torch.isfinite(scores).all()
     assert scores.std() > 0
