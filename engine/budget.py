@@ -68,7 +68,7 @@ def cache_layout(
         ValueError: The policy does not suit the model.
     """
     shape = (model.num_layers, model.num_kv_heads, model.head_dim)
-    whole_bytes = 2 if config.cache.whole_dtype == "bfloat16" else element_bytes
+    whole_bytes = 2 if config.cache.dtype == "bfloat16" else element_bytes
     if not config.cache.compresses:
         return CacheLayout(*shape, whole_bytes, config.cache.page_tokens)
     from kvcache.sizes.compressed import CompressedLayout

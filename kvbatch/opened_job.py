@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvbatch.model.precision import KeptPrecision
     from kvbatch.plan.memory_plan import MemoryPlan
     from kvbatch.plan.planner import Planner
-    from kvbatch.prompts.chat import Prompts
+    from kvbatch.prompts.chat import AnyPromptBuilder
     from kvbatch.prompts.chat_template import ChatTemplate
     from kvbatch.prompts.long_document import LongDocuments
     from kvbatch.prompts.sampling import RowSampling
@@ -54,7 +54,7 @@ class OpenedJob:
     job: Job
     corpus: Corpus
     model: "ModelHandle"
-    prompts: "Prompts"
+    prompts: "AnyPromptBuilder"
     chat: "ChatTemplate | None"
     sampling: "RowSampling"
     answers: "AnswerForm | None"
@@ -219,20 +219,7 @@ def make_progress(job: Job, stream: TextIO | None) -> Progress:
 
 def input_spec(job: Job) -> InputSpec:
     """Return the job's input section as the corpus takes it."""
-    section = job.input
-    return InputSpec(
-        paths=section.paths,
-        format=section.format,
-        id_column=section.id_column,
-        text_column=section.text_column,
-        passthrough=section.passthrough,
-        where=section.where,
-        limit=section.limit,
-        max_row_bytes=section.max_row_bytes,
-        errors=section.errors,
-        on_bad_row=section.on_bad_row,
-        on_bad_file=section.on_bad_file,
-    )
+    return job.input.spec()
 
 
 def choose_rows(

@@ -44,7 +44,7 @@ class KVCacheConfig:
         floor_ratio: fraction of the uniform share that every lane keeps at least.
         layer_budget: for budget `layered`, one weight per layer.
         streaming: compress chunk by chunk; otherwise once, at the end of the prompt.
-        whole_dtype: of tokens kept whole, in a full cache all tokens: `model` or `bfloat16`.
+        dtype: of tokens kept whole, in a full cache all tokens: `auto`, which is the model's, or `bfloat16`.
         compensate: choose a quantized page's codes so that their errors cancel in attention scores and in the output
             projection (`error_compensation`); otherwise each number is rounded on its own.
         overlap: compress a chunk while the model reads the next one. Each chunk stays in its prefill buffer for one
@@ -70,7 +70,7 @@ class KVCacheConfig:
     floor_ratio: float = 0.1
     layer_budget: tuple[float, ...] | None = None
     streaming: bool = True
-    whole_dtype: Literal["model", "bfloat16"] = "model"
+    dtype: Literal["auto", "bfloat16"] = "auto"
     compensate: bool = True
     overlap: bool | None = None
     page_tokens: int = 64
@@ -225,7 +225,7 @@ class KVCacheConfig:
 
 
 def _preset(**values: Any) -> KVCacheConfig:
-    return KVCacheConfig(compress_method="sparse+quant", whole_dtype="bfloat16", **values)
+    return KVCacheConfig(compress_method="sparse+quant", dtype="bfloat16", **values)
 
 
 PRESETS = {

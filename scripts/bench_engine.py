@@ -58,7 +58,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
         cache=KVCacheConfig.preset(
             args.preset,
             overlap={"auto": None, "on": True, "off": False}[args.overlap],
-            **({"whole_dtype": args.whole_dtype} if args.whole_dtype else {}),
+            **({"dtype": args.cache_dtype} if args.cache_dtype else {}),
         ),
     )
     model = load_model(
@@ -183,7 +183,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         help="compress beside the model (default auto)",
     )
     p.add_argument(
-        "--whole-dtype", choices=("model", "bfloat16"), help="of tokens kept whole (default: the preset's)"
+        "--cache-dtype", choices=("auto", "bfloat16"), help="of tokens kept whole (default: the preset's)"
     )
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     p.add_argument("--weight-quant", choices=("int8",), help="keep the layers' weights in int8")

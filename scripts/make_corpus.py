@@ -51,7 +51,7 @@ class Size:
     max_windows: int
 
 
-SIZES = {"small": Size(1_500, 8_000, 6, 4), "full": Size(1_000, 24_000, 400, 8)}
+SIZES = {"small": Size(1_500, 8_000, 4, 4), "full": Size(1_000, 24_000, 400, 8)}
 
 
 @dataclass(frozen=True)

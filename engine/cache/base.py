@@ -130,4 +130,4 @@ class CacheBackend(ABC, Generic[Cache]):
 
 def whole_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:
     """Return the type of tokens that are kept whole."""
-    return torch.bfloat16 if config.cache.whole_dtype == "bfloat16" else model.dtype
+    return torch.bfloat16 if config.cache.dtype == "bfloat16" else model.dtype

@@ -1,6 +1,7 @@
 """Before a run: `validate`, `plan`, `quality`, `tune`, `inspect` and `schema`."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded, print_json
+from kvbatch.commands.common import OVERRIDES, guarded, print_json, wants_json
 from kvbatch.errors import JobFileError, LimitExceeded
 from kvbatch.progress.streams import outlets
 from kvbatch.text import escaped
@@ -168,13 +169,19 @@ def inspect(
 
 
 @click.command()
-@click.option("--markdown", "as_markdown", is_flag=True, help="The table of all keys instead.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="The keys as a Markdown table instead.")
+@click.option("--json", "as_json", is_flag=True, help="The JSON schema, on a terminal too.")
 @guarded
-def schema(as_markdown: bool) -> int:
-    """Print the JSON schema of job files, for editors to complete and check them by."""
-    from kvbatch.job_file.reference import json_schema, markdown
+def schema(as_markdown: bool, as_json: bool) -> int:
+    """Print every key of a job file; where stdout is no terminal, the JSON schema that editors check job files by."""
+    from kvbatch.job_file.reference import json_schema, listing, markdown
 
-    print(markdown() if as_markdown else json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    if as_markdown:
+        print(markdown())
+    elif wants_json(as_json):
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    else:
+        print(listing(shutil.get_terminal_size().columns))
     return 0
 
 

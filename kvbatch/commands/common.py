@@ -43,7 +43,7 @@ def guarded_job(command: Callable[..., int]) -> Callable[..., None]:
 
     def unread(code: int, out: Product) -> int:
         out.flush()
-        out.forgive()
+        out.clear_failure()
         return code
 
     return _guarded(command, patient, unread)
@@ -67,6 +67,11 @@ def say(first: str, *more: str) -> None:
         print(escaped(line), file=sys.stderr)
 
 
+def wants_json(flag: bool) -> bool:
+    """Tell whether a command prints JSON: when `--json` asks for it, or when stdout is no terminal."""
+    return flag or not sys.stdout.isatty()
+
+
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
     print(json.dumps(value, ensure_ascii=False))
@@ -84,6 +89,8 @@ def _guarded(
             except ReaderLeft:
                 code = 0
             except BaseException as error:
+                if isinstance(error, click.ClickException):  # a bad command line: click says so, exit code 2
+                    raise
                 if not isinstance(error, KvbatchError | KeyboardInterrupt) and not is_fault(error):
                     raise
                 if context.obj:  # --debug

@@ -4,16 +4,18 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded_job, say
+from kvbatch.commands.common import OVERRIDES, guarded_job, say, wants_json
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:
     from kvbatch.job_file.sections import Job
+    from kvbatch.report.exit_line import ExitReport
     from kvbatch.run_dir.directory import RunDirectory
     from kvbatch.run_dir.lock import IfLocked
 
@@ -58,6 +60,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="5h",
             help="Stop after this time, exit 75.",
         ),
+        click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            help="Print one JSON object and nothing else; without it, one follows the text except on a terminal.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -71,30 +79,37 @@ def _run(
     if_locked: "IfLocked",
     deadline: float | None,
     max_runtime: float | None,
+    as_json: bool,
     origin: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> int:
-    """Run a job; tell on stdout what came of it, for people and, in the last line, for machines.
+    """Run a job; report on stdout what came of it, for people and, in the last line, for programs.
 
     Args:
         nothing: what to say of a run that leaves nothing to do.
     """
-    from kvbatch.report.exit_line import told
     from kvbatch.run.entry import Caller, run_job
     from kvbatch.signals import stop_on_signals
 
     limits = [(deadline, "--deadline"), (max_runtime, "--max-runtime")]
     stop_at = min(((seconds, name) for seconds, name in limits if seconds is not None), default=None)
-    with told(sys.stdout) as ending:
-        ending.job = load()  # before a signal is obeyed: the job says where its metrics go
+    with _exit_report(as_json) as report:
+        report.job = load()  # before a signal is obeyed: the job says where its metrics go
         with stop_on_signals(stop_at=stop_at) as stopper:
-            caller = Caller(if_locked, stopper, ending.begin, origin or {})
-            outcome = run_job(ending.job, caller=caller, **how)
+            caller = Caller(if_locked, stopper, report.begin, origin or {})
+            outcome = run_job(report.job, caller=caller, **how)
         if not outcome.is_new:
-            ending.run = outcome.run
+            report.run = outcome.run
             shards = f"{outcome.run.shards}/part-*.parquet"
-            print(nothing.format(run=escaped(str(outcome.run.path)), output=escaped(shards)))
+            report.print(nothing.format(run=escaped(str(outcome.run.path)), output=escaped(shards)))
     return 0
+
+
+def _exit_report(as_json: bool) -> "AbstractContextManager[ExitReport]":
+    """Report how a block ends: as text on a terminal, as text and JSON elsewhere, as JSON alone if asked to."""
+    from kvbatch.report.exit_line import exit_report
+
+    return exit_report(sys.stdout, for_people=not as_json, for_programs=wants_json(as_json))
 
 
 @click.command()
@@ -125,7 +140,7 @@ def _keys(overrides: tuple[str, ...]) -> list[str]:
 @guarded_job
 def resume(run_path: Path, overrides: tuple[str, ...], **options: Any) -> int:
     """Go on with RUN, runs/<job> or runs/<job>/<run id>, with the job it keeps."""
-    found = _opened(run_path)
+    found = _opened(run_path, options["as_json"])
     nothing = "Nothing to do: {run} is complete.\nOutput: {output}"
     return _run(lambda: _kept_job(found, overrides), nothing, resume=found, **options)
 
@@ -139,10 +154,9 @@ def _kept_job(run: "RunDirectory", overrides: tuple[str, ...]) -> "Job":
     return load_job(run.job_file, overrides)
 
 
-def _opened(run_path: Path) -> "RunDirectory":
-    """Return the run that a path names, from where it began; if there is none, tell that on stdout too."""
+def _opened(run_path: Path, as_json: bool) -> "RunDirectory":
+    """Return the run that a path names, from where it began; if there is none, report that on stdout too."""
     from kvbatch.errors import KvbatchError
-    from kvbatch.report.exit_line import told
     from kvbatch.run_dir.find_runs import open_run
     from kvbatch.run_dir.working_directory import enter_working_directory
 
@@ -152,7 +166,7 @@ def _opened(run_path: Path) -> "RunDirectory":
             say(note)
         return run
     except KvbatchError as error:
-        with told(sys.stdout):
+        with _exit_report(as_json):
             raise error
 
 
@@ -199,7 +213,7 @@ def retry(
     """Generate some rows of RUN again, in a new run that reuses the others."""
     from kvbatch.run_dir.reuse import Reuse
 
-    found = _opened(run_path)
+    found = _opened(run_path, options["as_json"])
     more = () if max_new_tokens is None else (f"generation.max_new_tokens={max_new_tokens}",)
     nothing = f"Nothing to do: no row of {{run}} ended with {' or '.join(redo)}.\nOutput: {{output}}"
     return _run(

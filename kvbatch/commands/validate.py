@@ -17,7 +17,10 @@ from kvbatch.run_dir.find_runs import find_unfinished_run
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:
-    from kvbatch.corpus import InputSpec
+    from kvbatch.corpus import Corpus, InputSpec
+    from kvbatch.corpus.text_lengths import TextLengths
+    from kvbatch.model.handle import ModelHandle
+    from kvbatch.prompts.chat import AnyPromptBuilder
 
 _BATCH_ROWS = 512
 
@@ -57,28 +60,36 @@ def findings_of(job_file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     except InputError as error:
         yield _error("job", error)
         return
+    from kvbatch.corpus.text_lengths import TextLengths
+
+    lengths = TextLengths()
     yield Finding("job", "ok", f"{job_file}: {job.name}")
-    for finding in chain(_input(job), _model(job), _output(job)):
+    for finding in chain(_input(job, lengths), _model(job, lengths), _output(job)):
         yield replace(finding, message=job.environment.hide(finding.message))
 
 
-def _input(job: Job) -> Iterator[Finding]:
-    """Look at the input; where the condition on its rows may be at fault, again without it for what that hides."""
-    from kvbatch.opened_job import input_spec
+def _input(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
+    """Look at the input; where the condition on its rows may be at fault, again without it for what that hides.
 
-    spec = input_spec(job)
+    Args:
+        lengths: collects those of the texts that would run.
+    """
+    from kvbatch.corpus.text_lengths import TextLengths
+
+    spec = job.input.spec()
     found = []
-    for finding in _looked_at(job, spec):
+    for finding in _looked_at(job, spec, lengths):
         found.append(finding)
         yield finding
     if spec.where is not None and any(finding.exit_code for finding in found):
-        for finding in _looked_at(job, replace(spec, where=None)):
+        for finding in _looked_at(job, replace(spec, where=None), TextLengths()):
             if finding not in found:
                 yield replace(finding, message=f"without where: {finding.message}")
 
 
-def _looked_at(job: Job, spec: "InputSpec") -> Iterator[Finding]:
+def _looked_at(job: Job, spec: "InputSpec", lengths: "TextLengths") -> Iterator[Finding]:
     from kvbatch.corpus import Corpus
+    from kvbatch.corpus.spec import passthrough_note
     from kvbatch.plan.feasibility import check_prompt_columns
 
     try:
@@ -93,15 +104,17 @@ def _looked_at(job: Job, spec: "InputSpec") -> Iterator[Finding]:
         yield Finding("input", "note", "rows are looked at once every file and column can be read")
         return
     try:
-        yield from _rows(corpus)
+        yield from _rows(corpus, lengths)
         check_prompt_columns(job, corpus.passthrough_schema.names)
     except KvbatchError as error:
         yield _error("input", error)
     for warning in corpus.warnings:
         yield Finding("input", "note", warning)
+    if spec.passthrough == "all":
+        yield Finding("input", "note", passthrough_note(spec))
 
 
-def _rows(corpus) -> Iterator[Finding]:
+def _rows(corpus: "Corpus", lengths: "TextLengths") -> Iterator[Finding]:
     """Read every row; raises InputError for a file that breaks off."""
     from kvbatch.plan.unique_ids import UniqueIds
     from kvbatch.run_dir.plan_file import bounded_windows
@@ -115,8 +128,10 @@ def _rows(corpus) -> Iterator[Finding]:
         for document, is_repeated in zip(window, repeated, strict=True):
             if document.status != "ok" or is_repeated:
                 rejected[document.error_code or "duplicate_id"] += 1
+            elif document.text is not None:
+                lengths.note(document.text)
         window.clear()
-        document = None  # the last one's text goes with the window
+        del document  # the last one's text goes with the window
     text = f"{len(corpus.files):,} files, {num_rows:,} rows"
     if corpus.num_left_out:
         text += f" (where left out {corpus.num_left_out:,} of {corpus.num_left_out + num_rows:,} rows)"
@@ -131,12 +146,11 @@ def _rows(corpus) -> Iterator[Finding]:
         yield _error("input", LimitExceeded(f"{text}, all of them rejected: {reasons}"))
 
 
-def _model(job: Job) -> Iterator[Finding]:
+def _model(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
     from engine.model_files import holds_weights
     from kvbatch.model.handle import open_model, resolve_device
     from kvbatch.model.source import ModelAbsent
     from kvbatch.plan.feasibility import check_room
-    from kvbatch.plan.memory_plan import plan_memory
     from kvbatch.prompts.chat import chat_template, prompt_builder
     from kvbatch.prompts.notes import prompt_notes
     from kvbatch.prompts.sampling import RowSampling
@@ -180,6 +194,16 @@ def _model(job: Job) -> Iterator[Finding]:
     except KvbatchError as error:
         yield Finding("memory", "note", f"not checked: {error}")
         return
+    yield from _memory(job, model, builder, lengths)
+
+
+def _memory(
+    job: Job, model: "ModelHandle", builder: "AnyPromptBuilder", lengths: "TextLengths"
+) -> Iterator[Finding]:
+    """Divide the memory, and hold the cache preset against the full cache for texts of these lengths."""
+    from kvbatch.plan.memory_plan import plan_memory
+    from kvbatch.plan.preset_advice import preset_advice
+
     try:
         memory = plan_memory(job, model, builder)
         pages_bytes = memory.budget.capacity_pages * memory.budget.layout.page_bytes
@@ -187,6 +211,11 @@ def _model(job: Job) -> Iterator[Finding]:
         yield Finding("memory", "ok", text)
     except KvbatchError as error:
         yield _error("memory", error)
+        return
+    around = builder.num_static_tokens
+    tokens = (around + text for text in lengths.tokens(lambda text: len(builder.tokens.documents([text])[0])))
+    if advice := preset_advice(job, model, builder, tokens, memory.budget_bytes):
+        yield Finding("cache", "note", advice)
 
 
 def _output(job: Job) -> Iterator[Finding]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
+from kvbatch.corpus.convert import how_to_convert
 from kvbatch.corpus.skipped import HIDDEN, SkippedFile, by_reason, described
-from kvbatch.corpus.sniff import identify, is_named_as_data, why_no_data
+from kvbatch.corpus.sniff import CONVERTIBLE, identify, is_named_as_data, why_no_data
 from kvbatch.errors import InputError
 
 END_BYTES = 4096
@@ -174,6 +175,10 @@ def _expand(path: str, found: Discovery, wanted: str, text_name: str) -> Iterato
     if not num_data and not is_unlisted:
         groups = by_reason(found.skipped[num_skipped:])
         message = "; ".join(["no input file found here", *map(described, groups)])
+        for group in groups:
+            if group["reason"] in CONVERTIBLE:
+                message += f"; convert them: {how_to_convert(group['reason'], group['first'][0])}"
+                break
         found.missing.append(FileProblem(path, message))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbatch.corpus.compression import StreamError, open_stream
+from kvbatch.corpus.convert import how_to_convert
 from kvbatch.corpus.discovery import SourceFile
 from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
 from kvbatch.corpus.fields import FieldTypes, JsonRow
@@ -83,7 +84,10 @@ class JsonlReader:
         except (OSError, StreamError) as error:
             raise InputError(f"{self.source.path}: {getattr(error, 'strerror', None) or error}") from error
         if self._num_lines and not self._may_be_jsonl:
-            raise InputError(f"{self.source.path}: it is not JSONL: none of its lines is a JSON object")
+            raise InputError(
+                f"{self.source.path}: it is not JSONL: none of its lines is a JSON object; convert it: "
+                + how_to_convert("", self.source.path)
+            )
         if self.num_records and self.spec.id_column in self.unseen:
             name = self.spec.id_column
             raise InputError(
@@ -124,9 +128,9 @@ class JsonlReader:
         row = _Row(line.number, line.num_bytes, line.data[:RAW_BYTES], None)
         row.may_hold_surrogates = SURROGATE_ESCAPE.search(line.data) is not None
         try:
-            text = line.data.decode("utf-8", "strict" if self.spec.errors == "reject" else "replace")
+            text = line.data.decode("utf-8", "strict" if self.spec.encoding_errors == "reject" else "replace")
             del line
-            if row.may_hold_surrogates and self.spec.errors == "replace":
+            if row.may_hold_surrogates and self.spec.encoding_errors == "replace":
                 text, row.may_hold_surrogates = replace_lone_surrogates(text), False
             row.record = parse_record(text, repeated := [])
             for key in dict.fromkeys(repeated):

@@ -241,7 +241,7 @@ def _document(
         reason = f"the text has {len(data):,} bytes, over max_row_bytes = {spec.max_row_bytes:,}"
     else:
         try:
-            text = data.decode("utf-8", "strict" if spec.errors == "reject" else "replace")
+            text = data.decode("utf-8", "strict" if spec.encoding_errors == "reject" else "replace")
             if is_blank(text):
                 code = "empty_text"
                 reason = f"{name!r} holds nothing but white space and invisible characters"

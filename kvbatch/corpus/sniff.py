@@ -4,6 +4,7 @@ import os
 import re
 
 from kvbatch.corpus.compression import StreamError, open_stream
+from kvbatch.corpus.convert import how_to_convert
 from kvbatch.corpus.json_values import BadRecord, find_field, parse_record
 from kvbatch.errors import InputError
 
@@ -39,6 +40,8 @@ REFUSED = {
     b"Rar!": "a RAR archive",
     b"%PDF": "a PDF",
 }
+NO_DATA = "neither JSONL nor Parquet by name or content"
+CONVERTIBLE = (NO_DATA, *REFUSED.values())  # reasons for which a file is skipped that could be converted
 TAR_MAGIC = slice(257, 262), b"ustar"
 # Byte-order marks, longest first; without one, JSON shows its encoding by where its first bytes are zero.
 WIDE_MARKS = (
@@ -98,7 +101,9 @@ def _format_of(path: str, head: bytes, layers: tuple[str, ...]) -> str:
     if not head and not layers and name.endswith(PARQUET_SUFFIXES + COMPRESSION_SUFFIXES):
         raise InputError(f"{path}: the file is empty (0 bytes)")
     if what := _refused(head):
-        raise InputError(f"{path}: it is {what}; only JSONL and Parquet can be read")
+        raise InputError(
+            f"{path}: it is {what}; only JSONL and Parquet can be read: {how_to_convert(what, path)}"
+        )
     if encoding := _wide_encoding(head):
         remedy = f"convert it to UTF-8, for example with `iconv -f {encoding} -t UTF-8`"
         raise InputError(f"{path}: it is {encoding} text, and JSONL is UTF-8: {remedy}")
@@ -166,7 +171,7 @@ def why_no_data(path: str, wanted: str, text_name: str) -> str | None:
     elif encoding := _wide_encoding(head):
         return f"{encoding} text or binary, and JSONL is UTF-8"
     else:
-        return "neither JSONL nor Parquet by name or content"
+        return NO_DATA
     if wanted not in ("auto", found):
         return f"{'Parquet' if found == 'parquet' else 'JSONL'}, and input.format is {wanted}"
     return None

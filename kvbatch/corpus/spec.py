@@ -25,8 +25,8 @@ class InputSpec:
         where: a polars SQL condition; rows that it does not select are not rows of the job.
         limit: only the first rows that `where` selects.
         max_row_bytes: a longer JSON line, or a longer Parquet text, is rejected.
-        errors: what to do with bytes that are not UTF-8 and with lone surrogates: "reject" the row, or "replace"
-            them by U+FFFD.
+        encoding_errors: what to do with bytes that are not UTF-8 and with lone surrogates: "reject" the row, or
+            "replace" them by U+FFFD.
         on_bad_row: "reject" keeps a row that cannot be used in its place, without an answer; "fail" stops at the
             first one.
         on_bad_file: "fail" stops at a file that cannot be read; "skip" leaves it out as a whole, for which every file
@@ -44,7 +44,7 @@ class InputSpec:
     where: str | None = None
     limit: int | None = None
     max_row_bytes: int = 1 << 30
-    errors: Literal["reject", "replace"] = "reject"
+    encoding_errors: Literal["reject", "replace"] = "reject"
     on_bad_row: Literal["reject", "fail"] = "reject"
     on_bad_file: Literal["fail", "skip"] = "fail"
 
@@ -53,8 +53,8 @@ class InputSpec:
             raise JobFileError("input.path is empty: name at least one file, directory or pattern")
         if self.format not in ("auto", "jsonl", "parquet", "openai-batch"):
             raise JobFileError(f"input.format is {self.format!r}: use auto, jsonl, parquet or openai-batch")
-        if self.errors not in ("reject", "replace"):
-            raise JobFileError(f"input.errors is {self.errors!r}: use reject or replace")
+        if self.encoding_errors not in ("reject", "replace"):
+            raise JobFileError(f"input.encoding_errors is {self.encoding_errors!r}: use reject or replace")
         if self.on_bad_row not in ("reject", "fail"):
             raise JobFileError(f"input.on_bad_row is {self.on_bad_row!r}: use reject or fail")
         if self.on_bad_file not in ("fail", "skip"):
@@ -105,3 +105,11 @@ class InputSpec:
 def is_reserved(name: str, id_name: str) -> bool:
     """Tell whether an output column of this name exists already."""
     return name in (*RESERVED_NAMES, id_name) or name.startswith(RESERVED_PREFIX)
+
+
+def passthrough_note(spec: InputSpec) -> str:
+    """Say what `passthrough: all` leaves out."""
+    return (
+        f"input.passthrough all copies every column but the text, {spec.text_name!r}, which would double the output; "
+        "list the columns, the text among them, to have it too"
+    )

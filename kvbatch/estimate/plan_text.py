@@ -32,6 +32,8 @@ def render(view: PlanView, price_per_hour: float | None = None) -> str:
         lines.append(f"{'':<12} {'as planned':<{width}} {columns[1][0]}")
     for name in facts[0]:
         lines.append(f"{name:<12} " + " ".join(f"{fact[name]:<{width}}" for fact in facts).rstrip())
+    if view.advice:
+        lines.append(f"note         {view.advice}")
     return "\n".join(lines)
 
 
@@ -72,6 +74,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "plan": str(view.run.path / "plan.parquet"),
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory.budget_bytes,
+        "advice": view.advice,
         "process_bytes": view.memory.process_bytes(summary.pool_bytes),
         "prefill_buffer_bytes": view.memory.budget.prefill_buffer_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],

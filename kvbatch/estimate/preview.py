@@ -17,6 +17,7 @@ from kvbatch.estimate.running_time import Estimate, calibrate, estimate_time, ke
 from kvbatch.job_file.sections import Job
 from kvbatch.job_file.template import parse_template
 from kvbatch.opened_job import OpenedJob, choose_rows, make_plan, opened_job
+from kvbatch.plan.preset_advice import preset_advice
 from kvbatch.run_dir.commit import planned_shards
 from kvbatch.run_dir.continuation import find_plan, kept_budget_bytes
 from kvbatch.run_dir.describe import describe_directory
@@ -56,6 +57,7 @@ class PlanView:
     Args:
         run: the directory of the plan.
         is_new: whether it was made now.
+        advice: what to set where the cache preset is not worth its loss.
         what_if: the same rows under other keys, and how these are written.
     """
 
@@ -65,6 +67,7 @@ class PlanView:
     memory: "MemoryPlan"
     lengths: list[tuple[int, int, int]]  # from, to, rows
     estimate: Estimate | None
+    advice: str | None = None
     what_if: "tuple[str, PlanView] | None" = None
 
 
@@ -97,16 +100,18 @@ def plan_job(
         if not other or config_hash(other) == config_hash(job):  # else no row is reused under its keys
             opened, reuse = choose_rows(opened, None, progress.note)
         found = find_plan(job, opened.fingerprint, opened.inputs, reuse)
-        if found:
+        summary = found.read_manifest().plan if found else None
+        if found and summary:
             memory = opened.plan_memory(known_bytes=kept_budget_bytes(found, job))
-            summary = found.read_manifest().plan
         else:
             memory = opened.plan_memory()
             summary = _make(opened, memory, run, reuse, progress)
         if calibrates and summary.num_running:
             calibrate(opened, memory, progress)
         estimate = estimate_time(opened, memory, summary, run)
-        view = PlanView(run, not found, summary, memory, _lengths(run), estimate)
+        lengths = _prompt_tokens(run)
+        advice = preset_advice(job, opened.model, opened.prompts, lengths.tolist(), memory.budget_bytes)
+        view = PlanView(run, not found, summary, memory, _classes(lengths), estimate, advice)
         if other:
             view = replace(view, what_if=(" ".join(what_if), _compare(opened.with_job(other), view)))
         return view
@@ -182,13 +187,13 @@ def _compare(other: OpenedJob, view: PlanView) -> PlanView:
     )
 
 
-def _lengths(run: RunDirectory) -> list[tuple[int, int, int]]:
-    """Return the prompts' lengths in classes of equal, round width; the last one takes what is longer than most."""
-    tokens = (
-        pl.read_parquet(run.path / "plan.parquet", columns=["prompt_tokens"])["prompt_tokens"]
-        .drop_nulls()
-        .to_numpy()
-    )
+def _prompt_tokens(run: RunDirectory) -> "np.ndarray":
+    """Return the prompt tokens of the plan's rows, int64; rows without a prompt are left out."""
+    return pl.read_parquet(run.plan, columns=["prompt_tokens"])["prompt_tokens"].drop_nulls().to_numpy()
+
+
+def _classes(tokens: "np.ndarray") -> list[tuple[int, int, int]]:
+    """Return lengths in classes of equal, round width; the last one takes what is longer than most."""
     if not len(tokens):
         return []
     sizes = (step * 10**power for power in range(10) for step in (1, 2, 5))

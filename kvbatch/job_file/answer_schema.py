@@ -1,4 +1,4 @@
-"""Read a JSON schema that a job names by its file, check it before anything else starts, and judge answers by it.
+"""Read a JSON schema from the file that a job names, check it before anything else starts, and validate answers.
 
 Numbers are decimal, as they are written: 19.9 is a multiple of 0.01. Patterns are run by llguidance, which enforces
 them while an answer is written, so that both mean the same.
@@ -61,7 +61,7 @@ def check_schema(schema: dict[str, Any]) -> None:
         raise ValueError(f"no JSON schema: {error}") from error
 
 
-class SchemaJudge:
+class SchemaValidator:
     """Tell whether an answer is JSON of a schema.
 
     Args:
@@ -80,7 +80,7 @@ class SchemaJudge:
                 number.as_tuple().exponent == 0 or types.is_type(1.0, "integer") and _is_multiple(number, 1)
             )
 
-        judge = jsonschema.validators.extend(
+        with_decimals = jsonschema.validators.extend(
             base,
             validators={
                 "multipleOf": _multiple_of,
@@ -98,7 +98,9 @@ class SchemaJudge:
             ),
         )
         # a dialect that is named again further in would be read by the library's own validator
-        self._validator = judge({key: value for key, value in _decimal(schema).items() if key != "$schema"})
+        self._validator = with_decimals(
+            {key: value for key, value in _decimal(schema).items() if key != "$schema"}
+        )
 
     def problem(self, text: str) -> str | None:
         """Return what is wrong with an answer, or None."""

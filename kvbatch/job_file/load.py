@@ -16,6 +16,7 @@ from kvbatch.errors import InputError, JobFileError
 from kvbatch.job_file.environment import Environment, job_key, read_key
 from kvbatch.job_file.extends import read_job_source
 from kvbatch.job_file.overrides import apply_overrides
+from kvbatch.job_file.renamed_keys import what_became_of
 from kvbatch.job_file.sections import Job
 from kvbatch.job_file.yaml_source import KeyPath, Source, dotted, expand_environment, parse_scalar
 
@@ -113,10 +114,11 @@ def _explain(source: Source, error: ValidationError) -> list[str]:
             key = (*key, item["loc"][-1])
         known = _known_keys(key[:-1])
         if item["type"] == "extra_forbidden":
+            became = what_became_of(dotted(key), item["input"])
             near = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.5)
             home = "" if near else _home_of(str(key[-1]))
             remedy = f"did you mean '{near[0]}'?" if near else f"{home}known here: {', '.join(known)}"
-            text = f"unknown key '{dotted(key)}'; {remedy}"
+            text = became or f"unknown key '{dotted(key)}'; {remedy}"
         elif item["type"] == "missing":
             text = f"key '{dotted(key)}' is missing; add it"
         else:

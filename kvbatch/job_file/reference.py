@@ -1,13 +1,16 @@
 """What a job file may hold, told from its models: as a JSON schema for editors and as a table for people."""
 
+import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel
 
 from kvbatch.job_file import extends
 from kvbatch.job_file.load import section_model
-from kvbatch.job_file.sections import Job
+from kvbatch.job_file.sections import CacheSection, Job
+from kvcache.config import PRESETS, KVCacheConfig
 
 _MARKS = ("<!-- keys: kvbatch schema --markdown -->", "<!-- end of keys -->")
 
@@ -30,14 +33,43 @@ def json_schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """Return the table of all keys, between the marks that surround it in `docs/job_file.md`."""
+    """Return the tables of all keys and of the presets, between the marks that enclose them in `docs/job_file.md`."""
     lines = [_MARKS[0], "| key | values | default | |", "|---|---|---|---|"]
     lines.append(f"| `{extends.KEY}` | text | | {extends.DESCRIPTION} |")
     for key, spec, is_required in _keys(Job, ""):
         meaning = " ".join(spec.get("description", "").split())
-        default = "**required**" if is_required else _shown_default(spec)
+        default = "**required**" if is_required else _shown_default(key, spec)
         lines.append(f"| `{key}` | {_values(spec)} | {default} | {meaning} |")
-    return "\n".join([*lines, _MARKS[1]])
+    return "\n".join([*lines, "", *_presets(), _MARKS[1]])
+
+
+def listing(num_columns: int) -> str:
+    """Return every key with its values, its default and its meaning, for a terminal of that width."""
+    paragraphs = []
+    for key, spec, is_required in _keys(Job, ""):
+        default = "required" if is_required else f"default {_shown_default(key, spec)}"
+        head = f"{key}  ({_values(spec)}; {default})".replace("`", "")
+        meaning = " ".join(spec.get("description", "").split())
+        lines = [textwrap.fill(head, num_columns, subsequent_indent="        ")]
+        lines.append(textwrap.fill(meaning, num_columns, initial_indent="    ", subsequent_indent="    "))
+        paragraphs.append("\n".join(lines))
+    return "\n".join(paragraphs)
+
+
+def _presets() -> list[str]:
+    """Return the table of what each preset sets, of the keys in which presets differ."""
+    rows = {name: asdict(policy) | {"tiers": _tiers(policy)} for name, policy in PRESETS.items()}
+    keys = [key for key in CacheSection.model_fields if key != "preset"]
+    keys = [key for key in keys if len({str(row[key]) for row in rows.values()}) > 1]
+    lines = [f"| | {' | '.join(f'`{name}`' for name in rows)} |", "|---" * (len(rows) + 1) + "|"]
+    for key in keys:
+        cells = (_cell(row[key]) for row in rows.values())
+        lines.append(f"| `cache.{key}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _tiers(policy: KVCacheConfig) -> list[list[float]]:
+    return [[tier.ratio, tier.key_bits, tier.value_bits] for tier in policy.tiers]
 
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
@@ -50,11 +82,18 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, dict[str, 
             yield prefix + name, schema["properties"][name], field.is_required()
 
 
-def _shown_default(spec: dict[str, Any]) -> str:
+def _shown_default(key: str, spec: dict[str, Any]) -> str:
     default = spec.get("default")
-    if default is None or default == []:
-        return ""
-    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    if default is None:  # what that means stands in the key's meaning
+        return "the preset's" if key.startswith("cache.") else "–"
+    return _cell(default)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as YAML has it."""
+    if value in (None, [], (), {}):
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _values(spec: dict[str, Any]) -> str:
@@ -70,5 +109,6 @@ def _values(spec: dict[str, Any]) -> str:
         return f"list of {_values(spec['items'])}"
     words = {"string": "text", "boolean": "`true`, `false`", "object": "mapping"}
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    text = words.get(kind, kind) + (f" like `{spec['pattern']}`" if "pattern" in spec else "")
     limits = "".join(f" {sign} {spec[name]:g}" for name, sign in bounds.items() if name in spec)
-    return words.get(kind, kind) + limits
+    return text + limits

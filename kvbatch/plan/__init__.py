@@ -1,1 +1,1 @@
-"""Rows to bins that fit. Imports: errors, atomic_file, corpus, job_file, model, run_dir, prompts, engine, kvcache."""
+"""Rows to bins. Imports: errors, text, atomic_file, corpus, job_file, model, run_dir, prompts, engine, kvcache."""

@@ -7,10 +7,10 @@ from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import Job
 
 if TYPE_CHECKING:
-    from kvbatch.prompts.chat import Prompts
+    from kvbatch.prompts.chat import AnyPromptBuilder
 
 
-def check_room(job: Job, builder: "Prompts", context: int) -> None:
+def check_room(job: Job, builder: "AnyPromptBuilder", context: int) -> None:
     """Prove that the model's context holds more than what all prompts share and the answer, of long documents too.
 
     Raises:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from engine import EngineConfig
     from engine.budget import Budget
     from kvbatch.model.handle import ModelHandle
-    from kvbatch.prompts.chat import Prompts
+    from kvbatch.prompts.chat import AnyPromptBuilder
     from kvcache.config import KVCacheConfig
 
 # The job keys that set fields of `EngineConfig` of another name.
@@ -55,7 +55,7 @@ class MemoryPlan:
 def plan_memory(
     job: Job,
     model: "ModelHandle",
-    prompts: "Prompts",
+    prompts: "AnyPromptBuilder",
     *,
     cache: "KVCacheConfig | None" = None,
     known_bytes: int | None = None,

@@ -24,8 +24,8 @@ from kvbatch.atomic_file import described_file, write_table
 from kvbatch.job_file.sections import Job
 from kvbatch.plan.row_memory import RowNeed, row_need
 from kvbatch.plan.unique_ids import UniqueIds
-from kvbatch.prompts.builder import Outcome, Prompt
 from kvbatch.prompts.long_document import LongDocuments
+from kvbatch.prompts.prompt import Outcome, Prompt
 from kvbatch.run_dir.plan_file import (
     BIN_SCHEMA,
     PLAN_SCHEMA,

@@ -1,1 +1,1 @@
-"""Progress lines on a terminal or in a log, and standard streams that may fail. Imports: errors, text."""
+"""What a running command shows: progress, and the streams it prints to. Imports: errors, text."""

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, a line now and then elsewhere; also the heartbeat's clock."""
+"""Progress on stderr: a bar on a terminal, elsewhere a line every half minute; the same thread writes the heartbeat."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ from kvbatch.text import escaped
 
 LINE_INTERVAL_S = 30.0
 BEAT_INTERVAL_S = 10.0
-PHASES_WITH_ROWS = ("planning", "judging", "running")
+PHASES_WITH_ROWS = ("planning", "judging", "comparing", "running")
 
 
 class Progress:
@@ -23,8 +23,9 @@ class Progress:
     A thread keeps the display and the heartbeat alive while the engine computes.
 
     Args:
-        stream: where to show it.
+        stream: where it is shown, stderr by default.
         beat: called every ten seconds with phase, rows, tokens and the seconds that they took.
+        hide: removes secrets from a text before it is shown.
     """
 
     def __init__(
@@ -35,12 +36,12 @@ class Progress:
     ):
         self._stream = messages(stream or sys.stderr)
         self.beat, self._hide = beat, hide
-        # what the engine is at, between rows, told the seconds of the phase; it knows its own speed
+        # describes the engine's progress between rows, given the seconds of the phase; it includes the speed
         self.live: Callable[[float], str] | None = None
         self.phase_s: dict[str, float] = {}
         self._is_terminal = self._stream.isatty()
         self._bar: Any = None
-        self._phase = ""
+        self._phase = self._step = ""
         self._rows = self._tokens = 0
         self._total: int | None = None
         self._started_s = self._shown_s = self._beaten_s = time.monotonic()
@@ -64,6 +65,7 @@ class Progress:
         self.end()
         with self._lock:
             self._phase, self._total, self._rows, self._tokens = phase, total_rows, 0, 0
+            self._step = ""
             self._started_s = self._shown_s = time.monotonic()
             if self._is_terminal and phase in PHASES_WITH_ROWS:
                 from tqdm import tqdm
@@ -80,6 +82,14 @@ class Progress:
             self._total = total_rows
             if self._bar is not None:
                 self._bar.total = total_rows
+
+    def step(self, text: str) -> None:
+        """Say what the phase does at the moment, as loading weights or answering from one of several caches.
+
+        It is shown with the rows until the next step, or until the phase ends.
+        """
+        with self._lock:
+            self._step = self._hide(text)
 
     def advance(self, num_rows: int, num_tokens: int) -> None:
         """Count rows that are done in this phase."""
@@ -104,6 +114,7 @@ class Progress:
             if not self._phase:
                 return
             self.phase_s[self._phase] = time.monotonic() - self._started_s
+            self._step = ""
             if self._bar is not None:
                 self._bar.set_postfix_str(self._figures(), refresh=True)
                 self._bar.close()
@@ -126,7 +137,7 @@ class Progress:
             beat = self.beat  # the main thread may take it away meanwhile
             if beat and phase and now - self._beaten_s >= BEAT_INTERVAL_S:
                 self._beaten_s = now
-                with suppress(OutputError):  # a full disk is told by the shard that meets it
+                with suppress(OutputError):  # a full disk is reported when a shard cannot be written
                     beat(phase, rows=rows, tokens=tokens, elapsed_s=now - started_s)
 
     def _figures(self) -> str:
@@ -136,6 +147,8 @@ class Progress:
             parts.append(f"{elapsed_s:,.0f} s")
         elif self._bar is None:
             parts.append(f"{self._rows:,} of {self._total:,} rows" if self._total else f"{self._rows:,} rows")
+        if self._step:
+            parts.append(escaped(self._step))
         if self.live:
             parts.append(self.live(elapsed_s))
         elif self._tokens:

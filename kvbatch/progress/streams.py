@@ -1,8 +1,8 @@
 """Standard output and standard error, on which no job depends.
 
 Messages that cannot be written are dropped: a full disk, a closed pipe or a lost terminal costs lines and nothing else.
-Of what a command prints as its product the first failure is kept, for the exit code. Both show control characters
-instead of sending them.
+The first failure to write a command's product is kept, for the exit code. Control characters are shown as escapes in
+both.
 """
 
 import codecs
@@ -14,12 +14,12 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from kvbatch.errors import OutputError, ReaderLeft
 from kvbatch.text import ENCODING_ERRORS, escaped
 
-PATIENCE_S = 1.0  # with a reader that took the last message
+PATIENCE_S = 1.0  # how long a message waits for a reader that took the last one
 _BUFFER_BYTES = 1 << 16
 _CURSOR_UP = "\x1b[A"  # between the bars of tqdm, the only sequence that goes out
 
@@ -31,13 +31,16 @@ class _Raw(io.RawIOBase):
         self._stream = stream
         self._fd: int | None = None
         self._is_terminal = self._is_device = False
-        with suppress(AttributeError, OSError, ValueError):  # no stream, one in memory, one that is closed
+        with suppress(
+            AttributeError, OSError, ValueError
+        ):  # a stream in memory, a closed one, one of another kind
+            if stream is None:
+                raise io.UnsupportedOperation("no stream")
             stream.flush()
             self._fd = stream.fileno()
             self._is_terminal = stream.isatty()
-            self._is_device = stat.S_ISCHR(
-                os.fstat(self._fd).st_mode
-            )  # what a terminal is still when it is gone
+            # still true of a terminal that is gone
+            self._is_device = stat.S_ISCHR(os.fstat(self._fd).st_mode)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def writable(self) -> bool:
@@ -74,7 +77,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Lossy(_Raw):
-    """Take what can be written now and drop the rest, so that a reader that stands still holds nobody up."""
+    """Write what can be written now and drop the rest, so that a reader that stops reading delays nothing."""
 
     def __init__(self, stream: TextIO | None):
         super().__init__(stream)
@@ -89,7 +92,7 @@ class _Lossy(_Raw):
 
 
 class _Whole(_Raw):
-    """Write everything, or keep why that failed and drop what follows."""
+    """Write everything; after a failure, keep its reason and drop what follows."""
 
     failure: OutputError | ReaderLeft | None = None
     raises = False
@@ -130,7 +133,7 @@ class _Outlet(io.TextIOWrapper):
 
 
 class Messages(_Outlet):
-    """Progress, notes and errors on the way to a stream, or to nowhere. Nothing that it is given fails."""
+    """Progress, notes and errors for a stream, or for no stream. Writing never fails."""
 
     def __init__(self, stream: TextIO | None):
         super().__init__(_Lossy(stream), getattr(stream, "encoding", None), line_buffering=True)
@@ -142,9 +145,9 @@ class Messages(_Outlet):
 
 
 class Product(_Outlet):
-    """What a command prints, on the way to a stream.
+    """What a command prints as its product.
 
-    A failure is kept in `failure`; inside of `raising` it is raised as well, for commands that should not go on then.
+    A failure is kept in `failure`; inside of `raising` it is raised too, for commands that should stop then.
     """
 
     def __init__(self, stream: TextIO | None):
@@ -158,8 +161,8 @@ class Product(_Outlet):
 
     @property
     def data(self) -> IO[bytes]:
-        """Where whole lines of UTF-8 go as they are, but for a terminal, which shows their control characters."""
-        return _Shown(self) if self.isatty() else self.buffer
+        """A stream that takes whole lines of UTF-8; on a terminal their control characters are shown as escapes."""
+        return _Shown(self) if self.isatty() else cast(IO[bytes], self.buffer)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
@@ -171,11 +174,11 @@ class Product(_Outlet):
             self._whole.raises = False
 
     def wait_at_most(self, seconds: float) -> None:
-        """Take it for a failure if a reader stands still for longer; by default it is waited for."""
+        """Treat a reader that takes nothing for so long as a failure; by default a write waits for its reader."""
         self._whole.patience_s = seconds
 
-    def forgive(self) -> None:
-        """Forget a failure: what was printed was not what the command is there for."""
+    def clear_failure(self) -> None:
+        """Forget a failure, for a command whose product is not what it prints."""
         self._whole.failure = None
 
     def write(self, text: str) -> int:
@@ -184,7 +187,7 @@ class Product(_Outlet):
 
 
 class _Shown(io.BytesIO):
-    """Lines of UTF-8 on the way to a text stream."""
+    """Write lines of UTF-8 to a text stream."""
 
     def __init__(self, out: TextIO):
         super().__init__()

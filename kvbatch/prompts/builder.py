@@ -6,91 +6,21 @@ placeholder is the same for every row, so its keys and values can be too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any
 
-from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
 from kvbatch.job_file.template import Piece, parse_template
-from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
+from kvbatch.prompts.chat_template import ChatTemplate
 from kvbatch.prompts.cleaning import clean
+from kvbatch.prompts.prompt import Outcome, Prompt, PromptDocument
+from kvbatch.prompts.rendering import render_chat, uses_chat
 from kvbatch.prompts.tokenizer import PieceTokenizer
-
-Outcome = Literal[
-    "fits", "truncated", "split", "streamed", "too_long", "missing_column", "empty_prompt", "bad_request"
-]
+from kvbatch.prompts.truncation import truncate
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
 REPEAT = "\n\nRepeat the previous text exactly:\n"
-
-
-class PromptDocument(Protocol):
-    """What a prompt needs to know of a document."""
-
-    @property
-    def row_id(self) -> Any:
-        """Fills `{id}`."""
-        ...
-
-    @property
-    def text(self) -> str | None:
-        """Fills `{text}`."""
-        ...
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """Fill the other placeholders."""
-        ...
-
-
-@dataclass(frozen=True)
-class PromptRequest:
-    """What the engine is asked: the first `prefix_tokens` are shared, `probe_ids` are the question's own tokens."""
-
-    token_ids: list[int]
-    prefix_tokens: int
-    probe_ids: list[int]
-    streams: bool = False
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt ready to run, or the reason why there is none."""
-
-    token_ids: list[int]  # empty unless it fits; with several questions, what precedes each of them
-    num_tokens: int  # of all its requests; for a prompt that does not fit: the tokens it would have
-    prefix_tokens: int  # of these, the ones shared with all rows
-    dropped_tokens: int = 0
-    truncation_side: Literal["head", "middle", "tail"] | None = None  # the part that was left out
-    outcome: Outcome = "fits"
-    message: str | None = None
-    removed_chars: int = 0  # by which prompt.clean made the document shorter
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # what the row sets for itself
-    probe_ids: list[int] = field(default_factory=list)
-    tails: Sequence[list[int]] = ()  # of several questions, each with what follows it
-    parts: Sequence["Prompt"] = ()  # of a document that was split
-    reduce_tokens: int = 0  # the most tokens of a prompt over the parts' answers
-
-    @property
-    def runs(self) -> bool:
-        """Whether there are token ids to run."""
-        return self.outcome in ("fits", "truncated", "split", "streamed")
-
-    @property
-    def part_tokens(self) -> tuple[int, ...]:
-        """Tokens of each part's prompt, without the questions if there are several."""
-        return tuple(len(part.token_ids) for part in self.parts or (self,))
-
-    @property
-    def requests(self) -> list[PromptRequest]:
-        """What to ask: each question, of a split document part by part."""
-        if self.parts:
-            return [request for part in self.parts for request in part.requests]
-        if not self.tails:
-            streams = self.outcome == "streamed"
-            return [PromptRequest(self.token_ids, self.prefix_tokens, self.probe_ids, streams)]
-        return [PromptRequest(self.token_ids + tail, len(self.token_ids), []) for tail in self.tails]
 
 
 class PromptBuilder:
@@ -124,7 +54,7 @@ class PromptBuilder:
         self._clean, self._values = prompt.clean, values or {}
         is_chat = uses_chat(tokenizer, prompt)
         self._chat = (chat or ChatTemplate(tokenizer)) if is_chat else None
-        pieces = _render_chat(self._chat, prompt, self._values) if is_chat else self._parse(prompt)
+        pieces = render_chat(self._chat, prompt, self._values) if is_chat else self._parse(prompt)
         head = ""
         if pieces and not pieces[0].is_placeholder:
             head = pieces.pop(0).text
@@ -265,7 +195,7 @@ class PromptBuilder:
         most = policy.part_tokens if policy.on_too_long == "split" else None
         if total > max_prompt_tokens or (most and len(filled[place]) > most):
             room = max_prompt_tokens - (total - len(filled[place]))
-            kept = self._cut(text, room, policy.drop) if policy.on_too_long == "truncate" else []
+            kept = self._truncated(text, room, policy)
             if not kept:
                 message = (
                     f"the prompt has {total} tokens, the model's context leaves {max_prompt_tokens} to it"
@@ -275,7 +205,7 @@ class PromptBuilder:
                 return self._refusal("too_long", message, total)
             dropped = len(filled[place]) - len(kept)
             filled[place] = kept
-            side = policy.drop
+            side = policy.truncation_side
         prompt = self._fill(filled)
         if prompt.num_tokens == len(self.prefix_ids):  # nothing that the engine could continue from
             return self._refusal("empty_prompt", "the text has no tokens", prompt.num_tokens)
@@ -291,20 +221,11 @@ class PromptBuilder:
         num_tokens = sum(len(ids) + len(tail) for tail in self._tails or [[]])
         return Prompt(ids, num_tokens, len(self.prefix_ids), probe_ids=self.probe_ids, tails=self._tails)
 
-    def _cut(self, text: str, room: int, drop: str) -> list[int]:
-        """Return at most `room` of the text's tokens, without `drop` of it and without half characters."""
-        ids, may_cut = self.tokens.document_with_ends(text)
-        if room < 1:
+    def _truncated(self, text: str, room_tokens: int, policy: LongDocumentSection) -> list[int]:
+        """Return what truncation leaves of a text; nothing if the job does not truncate."""
+        if policy.on_too_long != "truncate":
             return []
-        num_first = {"tail": room, "head": 0, "middle": room - room // 2}[drop]
-        start_of_rest = len(ids) - (
-            room - num_first
-        )  # [0, num_first) kept | dropped | [start_of_rest, end) kept
-        while num_first and not may_cut[num_first - 1]:
-            num_first -= 1
-        while start_of_rest < len(ids) and not may_cut[start_of_rest - 1]:
-            start_of_rest += 1
-        return ids[:num_first] + ids[start_of_rest:]
+        return truncate(*self.tokens.document_with_ends(text), room_tokens, policy.truncation_side)
 
     def _missing(self, name: str) -> Prompt:
         return self._refusal(
@@ -319,55 +240,3 @@ def _value(document: PromptDocument, name: str) -> str | None:
     if name == "id":
         return str(document.row_id)
     return document.columns.get(name)
-
-
-def uses_chat(tokenizer: Any, prompt: PromptSection) -> bool:
-    """Tell whether a job's prompts go into the chat template.
-
-    Raises:
-        JobFileError: They shall, and the tokenizer has none.
-    """
-    if prompt.chat is True and not tokenizer.chat_template:
-        raise JobFileError(
-            "prompt.chat is true, but the model's tokenizer has no chat template; use chat: auto"
-        )
-    return bool(tokenizer.chat_template) and prompt.chat is not False
-
-
-def _render_chat(chat: ChatTemplate, prompt: PromptSection, values: Mapping[str, str]) -> list[Piece]:
-    """Render the chat template around marks, and cut it there."""
-    placeholders: list[Piece] = []
-
-    def marked(template: str) -> str:
-        text = ""
-        for piece in parse_template(template, values):
-            if piece.is_placeholder:
-                text += mark(len(placeholders))
-                placeholders.append(piece)
-            else:
-                text += piece.text
-        return text
-
-    messages = [{"role": "system", "content": marked(prompt.system)}] if prompt.system is not None else []
-    messages.append({"role": "user", "content": marked(prompt.template)})
-    try:
-        rendered = chat.render(messages)
-    except (
-        Exception
-    ) as error:  # templates raise what they like, most often over a system turn they do not know
-        hint = "drop prompt.system or " if prompt.system is not None else ""
-        raise JobFileError(
-            f"the model's chat template refuses the prompt ({error}); {hint}set chat: false"
-        ) from error
-    parts = MARK.split(rendered)  # text, index, text, index, …, text
-    if [int(index) for index in parts[1::2]] != list(range(len(placeholders))):
-        raise JobFileError(
-            "the model's chat template does not keep the prompt in one piece; set prompt.chat: false"
-        )
-    pieces = []
-    for index, part in enumerate(parts):
-        if index % 2:
-            pieces.append(placeholders[int(part)])
-        elif part:
-            pieces.append(Piece(part))
-    return pieces

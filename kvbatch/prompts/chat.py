@@ -14,8 +14,10 @@ from typing import Any
 from kvbatch.corpus.openai_batch import ChatRequest, parse_body
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import GenerationSection, Job, LongDocumentSection
-from kvbatch.prompts.builder import Prompt, PromptBuilder, PromptDocument, uses_chat
+from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
+from kvbatch.prompts.prompt import Prompt, PromptDocument
+from kvbatch.prompts.rendering import uses_chat
 from kvbatch.prompts.sampling import StopTokens
 from kvbatch.prompts.tokenizer import PieceTokenizer
 
@@ -24,7 +26,7 @@ NUM_FRAMES = 256  # that are kept: rows may differ in what they tell the templat
 
 def prompt_builder(
     tokenizer: Any, job: Job, chat: ChatTemplate | None, tokens: PieceTokenizer | None = None
-) -> "PromptBuilder | ChatPromptBuilder":
+) -> "AnyPromptBuilder":
     """Return what makes a job's prompts; `chat` is its `chat_template`, raises as the two."""
     if job.input.format == "openai-batch":
         return ChatPromptBuilder(tokenizer, job.generation, chat, tokens)
@@ -146,4 +148,4 @@ class ChatPromptBuilder:
         return frame
 
 
-Prompts = PromptBuilder | ChatPromptBuilder
+AnyPromptBuilder = PromptBuilder | ChatPromptBuilder

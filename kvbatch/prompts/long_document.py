@@ -5,13 +5,17 @@ Owns how a document is divided and how answers are put together, level by level;
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import Job, LongDocumentSection
-from kvbatch.prompts.builder import MAX_PROBE_TOKENS, Prompt, PromptBuilder, PromptDocument
+from kvbatch.prompts.builder import MAX_PROBE_TOKENS, PromptBuilder
+from kvbatch.prompts.prompt import Prompt, PromptDocument
 from kvbatch.prompts.row_shape import RowShape
 from kvbatch.prompts.split import split_text
+
+if TYPE_CHECKING:
+    from kvbatch.prompts.chat import AnyPromptBuilder
 
 SEPARATOR = "\n\n"  # between partial answers
 _WHOLE = LongDocumentSection()
@@ -39,8 +43,10 @@ class LongDocuments:
         JobFileError: The model's context holds no part, or no two partial answers, or is too short to stream.
     """
 
-    def __init__(self, builder: PromptBuilder, job: Job, max_prompt_tokens: int):
-        self._builder, self._section = builder, job.long_document
+    def __init__(self, builder: "AnyPromptBuilder", job: Job, max_prompt_tokens: int):
+        # A chat builder is never asked to split a document: the job file refuses that.
+        self._builder = cast(PromptBuilder, builder)
+        self._section = job.long_document
         self._questions = job.prompt.questions
         self._answer_tokens = job.generation.max_new_tokens
         self.max_prompt_tokens = max_prompt_tokens

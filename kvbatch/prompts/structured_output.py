@@ -1,6 +1,6 @@
 """The form that a job asks of its answers: one of some choices, or JSON of a schema.
 
-Enforced while a row is generated, by llguidance, which turns the grammar into the tokens that may come next; judged
+Enforced while a row is generated, by llguidance, which turns the grammar into the tokens that may come next; validated
 again when the row ended, since an answer may be cut off before its end.
 """
 
@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.errors import JobFileError, missing_extra
-from kvbatch.job_file.answer_schema import WRITTEN, SchemaJudge
+from kvbatch.job_file.answer_schema import WRITTEN, SchemaValidator
 from kvbatch.job_file.sections import GenerationSection
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class AnswerForm:
             grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
         else:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(generation.json_schema, overrides=WRITTEN)
-            self._judge = SchemaJudge(generation.json_schema)
+            self._validator = SchemaValidator(generation.json_schema)
         self._vocab_size = model.config.vocab_size  # may be more than the tokenizer knows
         ends = {*model.config.eos_token_ids, model.tokenizer.eos_token_id} - {None}
         tokens = llguidance.LLTokenizer(
@@ -55,14 +55,14 @@ class AnswerForm:
         """Return one row's way through the grammar, from its beginning."""
         return RowConstraint(self._matcher.deep_copy(), self._vocab_size)
 
-    def judge(self, text: str) -> dict[str, Any]:
+    def validate(self, text: str) -> dict[str, Any]:
         """Return the columns of an answer: its output and JSON, and an error where it is not of the form."""
         if self._choices:
             choice = text.strip()
             if choice in self._choices:
                 return {"output": choice}
             return _invalid(text, "is none of generation.choices")
-        problem = self._judge.problem(text)
+        problem = self._validator.problem(text)
         return _invalid(text, problem) if problem else {"output": text, "output_json": text}
 
 
@@ -86,7 +86,7 @@ class RowConstraint:
 
     @property
     def finished(self) -> bool:
-        """See `Constraint.finished`; also of a grammar that gave up, whose answer is then judged invalid."""
+        """See `Constraint.finished`; also of a grammar that gave up, whose answer validation then refuses."""
         return self._matcher.is_stopped()
 
 

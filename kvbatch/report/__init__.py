@@ -1,1 +1,1 @@
-"""What a run did: summary, status, export, page. Imports: errors, text, atomic_file, corpus, job_file, run_dir."""
+"""What a run did: its summary, page and exports. Imports: errors, text, atomic_file, corpus, job_file, run_dir."""

@@ -1,4 +1,4 @@
-"""How a run ended, told to machines: one JSON object as the last line of stdout, and a textfile for Prometheus."""
+"""How a run of the command line ended: a summary for people, one line of JSON for programs, and the metrics file."""
 
 import json
 import os
@@ -16,22 +16,28 @@ from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.text import all_escaped
 
 COUNTS = (
-    *("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "reused", "truncated"),
+    *("answers", "ended", "cut", "advice", "rows", "ok", "errors", "rejected", "carried", "truncated"),
     *("left_out", "skipped_files", "skipped"),
 )
 MEASURES = ("prompt_tokens", "completion_tokens", "tokens_per_s", "kv_peak_bytes_measured", "kv_kept_ratio")
 
 
 @dataclass
-class Ending:
-    """Collect what will be told; filled while the job runs.
+class ExitReport:
+    """Collect what is reported at the end; filled in while the job runs.
 
     Args:
+        out: standard output.
+        for_people: whether the text for people is printed.
+        for_programs: whether the line of JSON is printed.
         job: once it was read.
         run: the run directory, once there is one.
-        is_new: whether that run was made now.
+        is_new: whether that run was made or continued now.
     """
 
+    out: TextIO
+    for_people: bool = True
+    for_programs: bool = True
     job: Job | None = None
     run: RunDirectory | None = None
     is_new: bool = False
@@ -41,11 +47,16 @@ class Ending:
         """Say which run directory is written."""
         self.run, self.is_new = run, True
 
-    def tell(self, error: BaseException | None, out: TextIO) -> None:
-        """Print the summary of a run that came to its end, write the metrics, print the line for machines.
+    def print(self, text: str) -> None:
+        """Print a text for people."""
+        if self.for_people:
+            print(text, file=self.out)
+
+    def close(self, error: BaseException | None) -> None:
+        """Print the summary of a run that came to its end, write the metrics, print the line of JSON.
 
         Args:
-            error: by which it ended.
+            error: by which the run ended.
 
         Raises:
             KvbatchError: The metrics cannot be written, or the summary not read, and there was no error before.
@@ -53,10 +64,11 @@ class Ending:
         problem = None
         is_end = error is None or isinstance(error, LimitExceeded)
         if self.run and self.is_new and is_end and self.run.read_summary():
-            from kvbatch.report.summary import load_summary, render
+            from kvbatch.report.summary import load_summary
+            from kvbatch.report.summary_text import render
 
             try:
-                print(render(all_escaped(load_summary(self.run.path))), file=out)
+                self.print(render(all_escaped(load_summary(self.run.path))))
             except KvbatchError as unreadable:
                 problem = unreadable
         facts = self._facts(error or problem)
@@ -67,7 +79,8 @@ class Ending:
                 problem = problem or unwritable
         if problem and error is None:
             facts = self._facts(problem)
-        print(json.dumps(facts, ensure_ascii=False, default=str), file=out, flush=True)
+        if self.for_programs:
+            print(json.dumps(facts, ensure_ascii=False, default=str), file=self.out, flush=True)
         if problem and error is None:
             raise problem
 
@@ -82,7 +95,7 @@ class Ending:
             "wall_s": round(time.monotonic() - self.started_s, 3),
         }
         summary: dict[str, Any] = {}
-        with suppress(KvbatchError):  # a summary that cannot be read is no reason to tell nothing
+        with suppress(KvbatchError):  # a summary that cannot be read does not hide how the run ended
             summary = self.run.read_summary() if self.run else {}
         facts |= {name: summary.get(name) for name in COUNTS}
         facts |= {name: summary.get(name) if self.is_new else None for name in MEASURES}
@@ -90,15 +103,15 @@ class Ending:
 
 
 @contextmanager
-def told(out: TextIO) -> Iterator[Ending]:
-    """Tell how the block ended, whatever way it did; raises as `Ending.tell`."""
-    ending = Ending()
+def exit_report(out: TextIO, *, for_people: bool = True, for_programs: bool = True) -> Iterator[ExitReport]:
+    """Report how the block ended, with or without an error; raises as `ExitReport.close`."""
+    report = ExitReport(out, for_people, for_programs)
     try:
-        yield ending
+        yield report
     except BaseException as error:
-        ending.tell(error, out)
+        report.close(error)
         raise
-    ending.tell(None, out)
+    report.close(None)
 
 
 def _exit_code(error: BaseException | None) -> int:

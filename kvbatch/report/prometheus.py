@@ -23,7 +23,7 @@ _METRICS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {'status="ok"': "ok", 'status="error"': "errors", 'status="rejected"': "rejected"},
     ),
     ("cut_answers", "Answers cut at their longest or for going round in circles.", {"": "cut"}),
-    ("reused_rows", "Rows reused from an earlier run.", {"": "reused"}),
+    ("reused_rows", "Rows reused from an earlier run.", {"": "carried"}),
     ("truncated_rows", "Rows whose document was cut to fit.", {"": "truncated"}),
     (
         "tokens",

@@ -5,9 +5,10 @@ from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvbatch.errors import InputError
+from kvbatch.report.summary_text import status_counts
 from kvbatch.run_dir.advice import continuation, superseded_by
 from kvbatch.run_dir.commit import count_rows, num_committed_rows
 from kvbatch.run_dir.directory import RunDirectory
@@ -17,12 +18,37 @@ from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.staging import find_draft, is_draft
 from kvbatch.run_dir.verify import find_problems
 
+# A class statement cannot have the key "continue".
+Status = TypedDict(
+    "Status",
+    {
+        "job": str,
+        "run_id": str,
+        "state": str,  # running | stopped | superseded | complete | over_limits
+        "superseded_by": str | None,
+        "locked": bool,
+        "holder": str | None,  # command and process that hold the lock
+        "phase": str | None,
+        "heartbeat_age_s": float | None,
+        "planned_rows": int | None,
+        "done_rows": int,
+        "rows": dict[str, int],  # finished rows by status
+        "reused_rows": int,
+        "progress_ratio": float | None,  # of the prompt tokens
+        "eta_s": float | None,
+        "continue": str | None,  # the command by which a stopped run goes on
+        "run": str,
+        "output": str,
+        "problems": list[str],
+    },
+)
 
-def load_status(path: Path) -> dict[str, Any]:
-    """Return what the run that a path names is at.
 
-    `eta_s` takes the tokens a second of this session so far for those of the rest, and the answers to be as long as
-    they were; it is None as long as no row has ended.
+def load_status(path: Path) -> Status:
+    """Return the state of the run that a path names.
+
+    `eta_s` assumes that the remaining tokens take as long as those of this session did, and that the remaining answers
+    are as long as the finished ones; it is None until a row has ended.
 
     Raises:
         InputError: There is no run.
@@ -32,7 +58,7 @@ def load_status(path: Path) -> dict[str, Any]:
     plan = manifest.plan
     later = superseded_by(run, manifest)
     state = _state(run, holder, later)
-    if state == "running" and beat.get("pid") != holder.pid:
+    if state == "running" and holder and beat.get("pid") != holder.pid:
         beat = {}  # of an earlier session
     rows, own = count_rows(run)
     planned = plan.prompt_tokens if plan else 0
@@ -43,7 +69,7 @@ def load_status(path: Path) -> dict[str, Any]:
         "state": state,
         "superseded_by": later if state == "superseded" else None,
         "locked": holder is not None,
-        "holder": holder and str(holder),
+        "holder": str(holder) if holder else None,
         "phase": beat.get("phase") if is_running else None,
         "heartbeat_age_s": _age_s(beat),
         "planned_rows": manifest.num_rows,
@@ -59,15 +85,14 @@ def load_status(path: Path) -> dict[str, Any]:
     }
 
 
-def render_status(status: dict[str, Any]) -> str:
-    """Return a status as the lines a terminal shows."""
-    s = status
+def render_status(s: Status) -> str:
+    """Return a status as the lines that a terminal shows."""
     lines = [("job", f"{s['job']}, run {s['run_id']}, {s['state']}")]
     if s["state"] == "running":
         age = "no heartbeat yet" if s["heartbeat_age_s"] is None else f"{s['heartbeat_age_s']:,.0f} s ago"
         lines.append(("phase", f"{s['phase'] or 'opening'}, heartbeat {age}"))
     lines.append(("lock", f"held by {s['holder']}" if s["locked"] else "free"))
-    counts = ", ".join(f"{count:,} {name}" for name, count in s["rows"].items())
+    counts = status_counts(s["rows"]["ok"], s["rows"]["error"], s["rows"]["rejected"])
     of = "" if s["planned_rows"] is None else f" of {s['planned_rows']:,}"
     reused = f"; {s['reused_rows']:,} reused" if s["reused_rows"] else ""
     lines.append(("rows", f"{s['done_rows']:,}{of}: {counts}{reused}"))
@@ -93,10 +118,10 @@ def _found(path: Path) -> tuple[RunDirectory, Holder | None]:
 
 
 def missing_rows(run: RunDirectory) -> str | None:
-    """Say of a run that did not come to its end how many of its rows are in its shards; None if all are.
+    """Say how many rows of an unfinished run are in committed shards; None if all rows are.
 
     Raises:
-        InputError: None is.
+        InputError: No row is in a committed shard.
     """
     if run.end:
         return None
@@ -113,7 +138,7 @@ def missing_rows(run: RunDirectory) -> str | None:
     }[state]
     of = "" if num_rows is None else f" of {num_rows:,}"
     if not num_done:
-        raise InputError(f"{run.path} has no finished shard yet, with none{of} rows; {remedy}")
+        raise InputError(f"{run.path} has no committed shard yet, and so none{of} rows; {remedy}")
     return f"{run.path} did not come to its end: {num_done:,}{of} rows are in its shards; {remedy}"
 
 
@@ -130,7 +155,7 @@ def _is_latest(run: RunDirectory) -> bool:
 
 
 def _heartbeat(run: RunDirectory) -> dict[str, Any]:
-    """Return the heartbeat; it decides nothing, so one that cannot be read is none."""
+    """Return the heartbeat; nothing is decided by it, so one that cannot be read counts as absent."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         beat = json.loads(run.heartbeat.read_text(encoding="utf-8"))
         datetime.fromisoformat(beat["time"]).astimezone()
@@ -149,6 +174,6 @@ def _age_s(beat: dict[str, Any]) -> float | None:
 def _eta_s(plan: PlanSummary, own: Counter[str], beat: dict[str, Any]) -> float | None:
     if beat.get("phase") != "running" or not beat.get("tokens") or not own["rows"]:
         return None
-    left = plan.prompt_tokens - own["prompt"]
+    left: float = plan.prompt_tokens - own["prompt"]
     left += (plan.num_running - own["rows"]) * own["completion"] / own["rows"]
     return left * beat["elapsed_s"] / beat["tokens"]

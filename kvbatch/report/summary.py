@@ -1,22 +1,145 @@
-"""What a run did, recomputed from its Parquet by polars; the measured part is read from summary.json."""
+"""What a run did: its rows and tokens are counted in its Parquet files, the rest is what the session measured.
+
+The summary of a run that ended lies in `summary.json`. What can be counted in the shards is counted again whenever a
+summary is loaded; measurements of the session are read from that file.
+"""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from kvbatch.corpus.skipped import described
-from kvbatch.run_dir.advice import cut_advice, superseded_by
-from kvbatch.run_dir.commit import committed_files
+from kvbatch.run_dir.advice import continuation, cut_advice, superseded_by
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import open_run
+from kvbatch.run_dir.read_output import iter_shards
 from kvbatch.run_dir.stats_files import read_stats
 from kvbatch.run_dir.verify import find_problems
-from kvbatch.text import counted, format_bytes
 
 if TYPE_CHECKING:
     import polars as pl
 
+
+class Counts(TypedDict):
+    """What is counted over the output rows.
+
+    Tokens and bytes are of the rows that this run did itself, answers of all rows that ran, in whatever run.
+    """
+
+    rows: int
+    ok: int
+    errors: int
+    rejected: int
+    carried: int  # reused from earlier runs
+    truncated: int
+    split: int
+    streamed: int
+    parts: int  # of the split documents
+    answers: int
+    ended: int  # answers that the model ended itself
+    cut: int  # answers that ended by length or repetition
+    own_answers: int  # answers of the rows that this run did itself
+    dropped_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    removed_chars: int
+    kv_full_bytes: int
+    kv_kept_bytes: int
+    cut_prompt_tokens: int  # longest prompt of a row whose only answer was cut
+    finish_reasons: dict[str, int]  # most frequent first, as error_codes
+    error_codes: dict[str, int]
+
+
+class LayerFigures(TypedDict):
+    """What the KV heads of one layer kept: the least, the median and the most of them."""
+
+    layer: int
+    kept_ratio_min: float
+    kept_ratio_median: float
+    kept_ratio_max: float
+    bits_per_element_min: float
+    bits_per_element_median: float
+    bits_per_element_max: float
+
+
+class LaneFigures(TypedDict):
+    """What the lanes of a compressed cache kept; None and empty for a full cache."""
+
+    kv_kept_tokens_ratio: float | None
+    kv_bits_per_element: float | None  # of the kept tokens, scales included
+    kv_layers: list[LayerFigures]
+
+
+class QualityFigures(TypedDict):
+    """What the quality guard found on its sampled rows; None where no row could be compared."""
+
+    num_rows: int
+    num_failed: int
+    nll_delta: float | None  # nats a token
+    kl: float | None  # nats a token
+    top1_agreement: float | None
+    kv_kept_ratio: float | None
+    problems: list[str]
+
+
+class Measures(TypedDict, total=False):
+    """What a session measured; a run that did not come to its end has none of it."""
+
+    wall_s: float
+    opening_s: float
+    planning_s: float
+    loading_s: float
+    running_s: float
+    continued_rows: int  # finished by earlier sessions of the run
+    session_computed_prompt_tokens: int
+    session_completion_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    kv_peak_bytes_predicted: int
+    kv_peak_bytes_measured: int
+    kv_mean_bytes: int
+    kv_pool_bytes: int
+    kv_allocated_bytes: int  # the pool and the prefill buffers
+    memory_budget_bytes: int
+    process_predicted_bytes: int
+    process_peak_bytes: int  # resident, of the whole process
+    weight_bytes: int
+    packing_efficiency: float | None
+    num_bins: int
+    num_shards: int
+    device: str
+    dtype: str
+
+
+class Summary(Counts, LaneFigures, Measures, total=False):
+    """The summary of a run; the keys of `Measures` and those after `page` may be absent."""
+
+    job: str
+    run_id: str
+    status: str  # complete | incomplete | over_limits | superseded
+    config_hash: str
+    kvbatch: str
+    model: str
+    planned_rows: int | None
+    left_out: int  # rows that `input.where` did not select
+    skipped_files: int
+    skipped: list[dict[str, Any]]  # groups of `corpus.skipped.by_reason`
+    kv_kept_ratio: float | None
+    quality: QualityFigures | None
+    advice: str | None  # what to do about answers that were cut
+    next_command: str | None  # by which a run that did not come to its end goes on
+    tokens_per_s: float | None
+    generated_tokens_per_s: float | None
+    run: str
+    output: str
+    page: str | None
+    over_limits: str  # which limits were exceeded
+    superseded_by: str | None  # id of the later run that took this one's place
+    problems: list[str]  # what is wrong with the files of the run
+
+
+_LONG = ("truncated", "split", "streamed")  # what became of documents that were too long
 _SUMS = (
     "prompt_tokens",
     "completion_tokens",
@@ -38,50 +161,57 @@ _READ = (
     "dropped_tokens",
     *_SUMS,
 )
-_LONG = ("truncated", "split", "streamed")  # what became of documents that were too long
-_LAYERS_A_LINE = 4
+_NOT_COUNTED = {
+    "tokens_per_s",
+    "generated_tokens_per_s",
+}  # of what `summarise` returns, measured by the session
 
 
-def summarise(run: RunDirectory, measures: dict[str, Any], damaged: Collection[Path] = ()) -> dict[str, Any]:
-    """Return the summary of a run: figures of its Parquet, and what was measured beside it.
+def summarise(
+    run: RunDirectory, measures: Measures | Mapping[str, Any], damaged: Collection[object] = ()
+) -> Summary:
+    """Return the summary of a run: what its files hold, and what was measured beside them.
 
     Args:
         measures: empty for a run that did not end.
-        damaged: files that are not read, beside those that do not count.
+        damaged: shard files that are not read, beside those that are not committed.
+
+    Raises:
+        InputError: The manifest cannot be read.
     """
-    figures = _figures(run, damaged) | _lane_figures(run)
-    manifest = run.read_manifest()
-    seconds = measures.get("running_s")
-    full_bytes = figures["kv_full_bytes"]
-    figures["kv_kept_ratio"] = figures["kv_kept_bytes"] / full_bytes if full_bytes else None
+    measured = cast(Measures, measures)
+    counts, manifest = _counts(run, damaged), run.read_manifest()
+    full_bytes, seconds = counts["kv_full_bytes"], measured.get("running_s")
     # a continued run is as fast as its last session was
-    generated = measures.get("session_completion_tokens", 0)
-    done = measures.get("session_computed_prompt_tokens", 0) + generated
-    speed = {
-        "tokens_per_s": done / seconds if seconds else None,
-        "generated_tokens_per_s": generated / seconds if seconds else None,
-    }
-    head = {
+    generated = measured.get("session_completion_tokens", 0)
+    done = measured.get("session_computed_prompt_tokens", 0) + generated
+    return {
         "job": manifest.job,
-        "run_id": manifest.run_id,
-        "status": "complete" if measures else "incomplete",
+        "run_id": run.run_id,
+        "status": "complete" if measured else "incomplete",
         "config_hash": manifest.config_hash,
         "kvbatch": manifest.kvbatch,
-        "model": manifest.model.path,
+        "model": manifest.model.path if manifest.model else "",
         "planned_rows": manifest.num_rows,
-        "left_out": manifest.left_out,  # by `where`
+        "left_out": manifest.left_out,
         "skipped_files": sum(group["files"] for group in manifest.skipped),
         "skipped": manifest.skipped,
+        **counts,
+        **_lane_figures(run),
+        "kv_kept_ratio": counts["kv_kept_bytes"] / full_bytes if full_bytes else None,
+        "quality": cast("QualityFigures | None", manifest.quality),
+        "advice": cut_advice(run, manifest, counts),
+        "next_command": None if measured else continuation(run, manifest),
+        "tokens_per_s": done / seconds if seconds else None,
+        "generated_tokens_per_s": generated / seconds if seconds else None,
+        **measured,
+        "run": str(run.path),
+        "output": str(run.shards),
+        "page": str(run.page) if run.page.exists() else None,
     }
-    advice = {"advice": cut_advice(run, manifest, figures)}
-    return head | figures | advice | speed | measures | _places(run)
 
 
-def _places(run: RunDirectory) -> dict[str, Any]:
-    return {"output": str(run.shards), "page": str(run.page) if run.page.exists() else None}
-
-
-def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
+def load_summary(path: Path, *, deep: bool = False) -> Summary:
     """Return the summary of the run that a path names; its `problems` are what is wrong with its files.
 
     Args:
@@ -92,230 +222,88 @@ def load_summary(path: Path, *, deep: bool = False) -> dict[str, Any]:
     """
     run = open_run(path)
     problems = find_problems(run, deep=deep)
-    computed = summarise(run, {}, [problem.path for problem in problems])
-    computed["problems"] = [str(problem) for problem in problems]
-    saved = run.read_summary()
-    for key in ("format", "files"):
-        saved.pop(key, None)
-    derived = set(computed) - {"tokens_per_s", "generated_tokens_per_s"}
-    found = computed | {key: value for key, value in saved.items() if key not in derived}
+    counted = summarise(run, {}, [problem.path for problem in problems])
+    measured = {
+        key: value
+        for key, value in run.read_summary().items()
+        if key not in ("format", "files") and key not in counted.keys() - _NOT_COUNTED
+    }
     later = superseded_by(run, run.read_manifest())
-    status = run.end or ("superseded" if later else "incomplete")
-    return found | {"status": status, "superseded_by": later}
+    summary = cast(Summary, {**counted, **measured})
+    summary["problems"] = [str(problem) for problem in problems]
+    summary["status"] = run.end or ("superseded" if later else "incomplete")
+    summary["superseded_by"] = later
+    if run.end:
+        summary["next_command"] = None
+    return summary
 
 
-def _figures(run: RunDirectory, damaged: Collection[Path]) -> dict[str, Any]:
-    """Count rows and tokens over the shards, one at a time; tokens only of the rows that were not reused."""
-    names = (
-        "rows",
-        "ok",
-        "errors",
-        "rejected",
-        "reused",
-        *_LONG,
-        "parts",
-        "answers",
-        "ended",
-        "cut",
-        "own_answers",
-        "dropped_tokens",
-        *_SUMS,
-    )
-    counts = Counter(dict.fromkeys(names, 0))
+def _counts(run: RunDirectory, damaged: Collection[object]) -> Counts:
+    """Count over the committed shards, one at a time."""
+    numbers: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
-    longest = 0  # prompt of a row whose only answer was cut, as it stands
-    for file in committed_files(run):
-        if file in damaged:
-            continue
-        rows = _read(file, run.repair)
+    longest = 0
+    for rows in iter_shards(run, _READ, damaged):
         ran = rows.filter(rows["attempts"] > 0)
         own = ran.filter(ran["run_id"] == run.run_id)
-        statuses = _counts(rows, "status")
-        counts["rows"] += len(rows)
-        counts["reused"] += (rows["run_id"] != run.run_id).sum()
-        outcomes = _counts(ran, "outcome")
-        counts.update({name: outcomes[name] for name in _LONG})
-        counts["parts"] += ran.filter(ran["outcome"] == "split")["n_parts"].sum()
-        answers, cut = ran["n_answers"].sum(), ran["n_cut"].sum()
-        counts.update(answers=answers, cut=cut, ended=answers - cut, own_answers=own["n_answers"].sum())
+        statuses, outcomes = _frequencies(rows, "status"), _frequencies(ran, "outcome")
+        answers, cut = _total(ran["n_answers"]), _total(ran["n_cut"])
+        numbers.update(
+            rows=len(rows),
+            ok=statuses["ok"],
+            errors=statuses["error"],
+            rejected=statuses["rejected"],
+            carried=_total(rows["run_id"] != run.run_id),
+            parts=_total(ran.filter(ran["outcome"] == "split")["n_parts"]),
+            answers=answers,
+            ended=answers - cut,
+            cut=cut,
+            own_answers=_total(own["n_answers"]),
+            dropped_tokens=_total(ran["dropped_tokens"]),
+        )
+        numbers.update({name: outcomes[name] for name in _LONG})
+        numbers.update({name: _total(own[name]) for name in _SUMS})
         alone = ran.filter((ran["finish_reason"] == "length") & (ran["n_answers"] == 1))
-        longest = max(longest, alone.filter(alone["outcome"] == "fits")["prompt_tokens"].max() or 0)
-        counts["dropped_tokens"] += ran["dropped_tokens"].sum()
-        counts.update(ok=statuses["ok"], errors=statuses["error"], rejected=statuses["rejected"])
-        counts.update({name: own[name].sum() for name in _SUMS})
-        reasons += _counts(ran, "finish_reason")
-        codes += _counts(rows, "error_code")
-    return dict(counts) | {
-        "cut_prompt_tokens": longest,
-        "finish_reasons": _ranked(reasons),
-        "error_codes": _ranked(codes),
-    }
+        prompts = alone.filter(alone["outcome"] == "fits")["prompt_tokens"]
+        longest = max(longest, *prompts.to_list())
+        reasons += _frequencies(ran, "finish_reason")
+        codes += _frequencies(rows, "error_code")
+    names = (name for name, kind in Counts.__annotations__.items() if kind is int)
+    found: dict[str, Any] = {name: numbers[name] for name in names}
+    found |= {"cut_prompt_tokens": longest, "finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
+    return cast(Counts, found)
 
 
-def _lane_figures(run: RunDirectory) -> dict[str, Any]:
-    """Return what the lanes kept: of all tokens, at how many bits, and by layer; nothing where none counted."""
+def _lane_figures(run: RunDirectory) -> LaneFigures:
+    """Return what the lanes kept: of all tokens, at how many bits, and by layer."""
     import polars as pl
 
     lanes = read_stats(run, run.kv_lanes)
     if lanes is None:
         return {"kv_kept_tokens_ratio": None, "kv_bits_per_element": None, "kv_layers": []}
-    kept = lanes["tokens_kept"].sum()
+    kept = _total(lanes["tokens_kept"])
     parts = [
         getattr(pl.col(name), part)().alias(f"{name}_{part}")
         for name in ("kept_ratio", "bits_per_element")
         for part in ("min", "median", "max")
     ]
     return {
-        "kv_kept_tokens_ratio": kept / lanes["tokens_seen"].sum(),
-        "kv_bits_per_element": (lanes["bits_per_element"] * lanes["tokens_kept"]).sum() / kept,
-        "kv_layers": lanes.group_by("layer", maintain_order=True).agg(parts).to_dicts(),
+        "kv_kept_tokens_ratio": kept / _total(lanes["tokens_seen"]),
+        "kv_bits_per_element": float((lanes["bits_per_element"] * lanes["tokens_kept"]).sum()) / kept,
+        "kv_layers": cast(
+            list[LayerFigures], lanes.group_by("layer", maintain_order=True).agg(parts).to_dicts()
+        ),
     }
 
 
-def _read(file: Path, remedy: str) -> "pl.DataFrame":
-    """Read a shard's columns by pyarrow: polars does not know every type that a passthrough column may have."""
-    import polars as pl
-
-    from kvbatch.run_dir.checked_file import opened_table
-
-    with opened_table(file, remedy) as parquet:
-        table = parquet.read([f"kvb_{name}" for name in _READ])
-    rows = pl.from_arrow(table).rename(lambda name: name.removeprefix("kvb_"))
-    if "n_answers" not in rows.columns:  # of an older release: one a row
-        reason = pl.col("finish_reason")
-        is_cut = reason.is_in(["length", "repetition"])
-        rows = rows.with_columns((is_cut | (reason == "stop")).cast(pl.Int32).alias("n_answers"))
-        rows = rows.with_columns(is_cut.cast(pl.Int32).alias("n_cut"))
-    return rows
+def _total(column: "pl.Series") -> int:
+    return int(column.sum())
 
 
-def _counts(rows: "pl.DataFrame", column: str) -> Counter[str]:
+def _frequencies(rows: "pl.DataFrame", column: str) -> Counter[str]:
     return Counter(dict(rows[column].drop_nulls().value_counts().iter_rows()))
 
 
 def _ranked(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def render(summary: dict[str, Any]) -> str:
-    """Return a summary as the lines a terminal shows."""
-    s = summary
-    later = f" by run {s['superseded_by']}" if s.get("superseded_by") else ""
-    lines = [
-        ("job", f"{s['job']}, run {s['run_id']}, {s['status']}{later}"),
-        *_answer_lines(s),
-        ("rows", _row_counts(s)),
-        *(("skipped", described(group)) for group in s["skipped"]),
-        (
-            "tokens",
-            f"{s['prompt_tokens']:,} prompt ({s['cached_prompt_tokens']:,} of them from the shared prefix), "
-            f"{s['completion_tokens']:,} generated",
-        ),
-    ]
-    if s["truncated"]:
-        lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
-    if s["split"]:
-        lines.append(("split", f"{s['split']:,} rows into {s['parts']:,} parts, none of them lost"))
-    if s["streamed"]:
-        lines.append(
-            ("streamed", f"{s['streamed']:,} rows, read whole and kept as far as a full context holds")
-        )
-    if s["removed_chars"]:
-        lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))
-    if s.get("over_limits"):
-        lines.append(("over limits", s["over_limits"]))
-    if "wall_s" in s:
-        if s.get("continued_rows"):
-            text = f"{s['continued_rows']:,} rows were finished before; speed, times and KV are of the rest"
-            lines.append(("continued", text))
-        if s["tokens_per_s"]:
-            generated = f"{s['generated_tokens_per_s']:,.1f} of them generated"
-            lines.append(
-                ("speed", f"{s['tokens_per_s']:,.1f} tokens/s, {generated}, on {s['device']} in {s['dtype']}")
-            )
-        if s.get("drafted_tokens"):
-            text = f"{s['accepted_tokens']:,} of {s['drafted_tokens']:,} tokens that the last rows might copy"
-            lines.append(("guessed", text))
-        parts = ", ".join(
-            f"{name} {s[name + '_s']:.1f}" for name in ("opening", "planning", "loading", "running")
-        )
-        lines.append(("wall", f"{s['wall_s']:.1f} s: {parts}"))
-        lines.append(
-            (
-                "KV peak",
-                f"{format_bytes(s['kv_peak_bytes_measured'])} measured, "
-                f"{format_bytes(s['kv_peak_bytes_predicted'])} predicted, "
-                f"budget {format_bytes(s['memory_budget_bytes'])}",
-            )
-        )
-        if s.get("kv_pool_bytes"):
-            peak, mean = (
-                s[name] / s["kv_pool_bytes"] for name in ("kv_peak_bytes_measured", "kv_mean_bytes")
-            )
-            text = f"peak {peak:.1%}, mean {mean:.1%} of {format_bytes(s['kv_pool_bytes'])}"
-            if prefill_buffer_bytes := s["kv_allocated_bytes"] - s["kv_pool_bytes"]:
-                text += f"; beside it {format_bytes(prefill_buffer_bytes)} of prefill buffers"
-            lines.append(("KV pool", text))
-        lines += _kept_lines(s)
-        if s["packing_efficiency"] is not None:
-            bins = counted(s["num_bins"], "bin")
-            lines.append(("packing", f"{s['packing_efficiency']:.1%} of the pool over {bins}"))
-    elif s["planned_rows"] is not None:
-        lines.append(("planned", f"{s['planned_rows']:,} rows"))
-    lines.append(("finished by", _listed(s["finish_reasons"]) or "nothing ran"))
-    if s["error_codes"]:
-        lines.append(("failed by", _listed(s["error_codes"])))
-    lines.append(("output", f"{s['output']}/part-*.parquet"))
-    if s["page"]:
-        lines.append(("page", s["page"]))
-    return "\n".join(f"{name:<12} {text}" for name, text in lines)
-
-
-def _kept_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say what a compressed cache kept, and by layer what tells the layers apart: tokens, or bits if none went."""
-    if not s["kv_layers"]:
-        return []
-    if s["kv_kept_tokens_ratio"] < 1:
-        name, scale, digits, unit = "kept_ratio", 100, 0, "% of the tokens"
-    else:
-        name, scale, digits, unit = "bits_per_element", 1, 1, "bits an element"
-    cells = [
-        f"{layer['layer']:>3}:"
-        + "".join(f"{layer[f'{name}_{part}'] * scale:5.{digits}f}" for part in ("min", "median", "max"))
-        for layer in s["kv_layers"]
-    ]
-    return [
-        (
-            "KV kept",
-            f"{s['kv_kept_tokens_ratio']:.1%} of the tokens at {s['kv_bits_per_element']:.2f} bits an element, "
-            f"{s['kv_kept_ratio']:.1%} of the bytes",
-        ),
-        ("by layer", f"least, median and most of its heads, {unit}"),
-        *(("", "  ".join(cells[i : i + _LAYERS_A_LINE])) for i in range(0, len(cells), _LAYERS_A_LINE)),
-    ]
-
-
-def answer_counts(s: dict[str, Any]) -> str:
-    """Say how many answers of a summary came to their own end."""
-    return f"{s['ended']:,} ended by {'itself' if s['ended'] == 1 else 'themselves'}, {s['cut']:,} cut"
-
-
-def _answer_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say how many answers came to their own end, before all other figures, and what to do about the others."""
-    if not s["answers"]:
-        return []
-    lines = [("answers", answer_counts(s))]
-    return [*lines, ("cut", s["advice"])] if s["advice"] else lines
-
-
-def _row_counts(s: dict[str, Any]) -> str:
-    if not s["rows"] and s["planned_rows"]:
-        return f"none of {s['planned_rows']:,} is in a shard yet"
-    text = f"{s['rows']:,}: {s['ok']:,} ok, {counted(s['errors'], 'error')}, {s['rejected']:,} rejected"
-    text += f"; {s['reused']:,} reused" if s["reused"] else ""
-    return text + (f"; where left out {s['left_out']:,} more" if s["left_out"] else "")
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())

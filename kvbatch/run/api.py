@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import Job
-from kvbatch.report.summary import load_summary
+from kvbatch.report.summary import Summary, load_summary
 from kvbatch.run.entry import Caller, run_job
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.read_output import iter_tables
@@ -35,7 +35,7 @@ class FinishedRun:
     is_new: bool
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """Rows, tokens, memory and speed, as `kvbatch report --json` prints them."""
         return load_summary(self.path)
 

@@ -1,11 +1,10 @@
 """When a finished run is no success; owns what the ratios of `limits` count."""
 
-from typing import Any
-
 from kvbatch.job_file.sections import LimitsSection
+from kvbatch.report.summary import Summary
 
 
-def over_limits(limits: LimitsSection, summary: dict[str, Any]) -> str | None:
+def over_limits(limits: LimitsSection, summary: Summary) -> str | None:
     """Return why a run is no success, in words: its rows, those reused included, against the job's limits."""
     rows = summary["rows"]
     if rows and not summary["ok"]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from engine import Result
 from kvbatch.job_file.sections import Job
-from kvbatch.prompts.builder import Prompt, PromptDocument, PromptRequest
 from kvbatch.prompts.long_document import LongDocuments
+from kvbatch.prompts.prompt import Prompt, PromptDocument, PromptRequest
 from kvbatch.run.oom_retry import DEAD_LETTER
 
 _WORST_FIRST = ("error", "repetition", "length", "stop")

@@ -107,8 +107,8 @@ class RunSession:
         summary = report.summarise(run, measures)
         problem = over_limits(self.opened.job.limits, summary)
         if problem:
-            summary |= {"status": "over_limits", "over_limits": problem}
-        write_record(run.summary, summary | {"files": files})
+            summary["status"], summary["over_limits"] = "over_limits", problem
+        write_record(run.summary, {**summary, "files": files})
         self._write_page(run, summary, log)
         if problem:
             where = [f"{run.path}/deadletter has failed rows with their reason"] * any(
@@ -119,10 +119,10 @@ class RunSession:
         run.succeed()
         log.event("finished", wall_s=seconds["wall"])
 
-    def _write_page(self, run: RunDirectory, summary: dict[str, Any], log: RunLog) -> None:
+    def _write_page(self, run: RunDirectory, summary: report.Summary, log: RunLog) -> None:
         """Write the report; a run whose rows are safe does not fail because of it."""
         try:
-            html.write_page(run, summary | {"page": str(run.page)})
+            html.write_page(run, {**summary, "page": str(run.page)})
         except BaseException as error:
             if not isinstance(error, KvbatchError) and not is_fault(error):
                 raise
@@ -214,7 +214,6 @@ class RunSession:
         plan, memory = prepared.plan, prepared.memory
         stats = llm.stats() if llm else None
         pool_bytes = stats.kv_pool_bytes if stats else 0
-        process = memory.process_bytes(pool_bytes)
         return {
             "wall_s": seconds["wall"],
             "opening_s": seconds["opening"],
@@ -231,8 +230,8 @@ class RunSession:
             "kv_pool_bytes": pool_bytes,
             "kv_allocated_bytes": stats.kv_allocated_bytes if stats else 0,
             "memory_budget_bytes": memory.budget_bytes,
-            "process_predicted_bytes": sum(process.values()) if stats else 0,
-            "process_parts_bytes": process if stats else {},
+            "process_predicted_bytes": sum(memory.process_bytes(pool_bytes).values()) if stats else 0,
+            "weight_bytes": memory.weight_bytes if stats else 0,
             "process_peak_bytes": peak_resident_bytes() if stats else 0,
             "packing_efficiency": plan.packing_efficiency,
             "num_bins": plan.num_bins,

@@ -94,7 +94,7 @@ class OpenShard:
             if failed:
                 columns |= _failed(failed["error_code"], failed["error_message"])
         elif self.answers and result.finish_reason != "error":
-            columns |= self.answers.judge(result.text)
+            columns |= self.answers.validate(result.text)
         columns["kvb_attempts"] = 1 + num_retries + len(oom_steps) - gave_up
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns
@@ -110,7 +110,8 @@ class OpenShard:
     def reuse(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the output columns of rows that earlier runs did, by place; they stay marked by those runs' ids."""
         for place, row in rows.items():
-            self.finished[place] = {**row, "kvb_shard": self.number, "kvb_bin": None}
+            own = {"kvb_input_file": self.rows[place].file, "kvb_shard": self.number, "kvb_bin": None}
+            self.finished[place] = {**row, **own}
 
     def output_rows(self) -> list[dict[str, Any]]:
         """Return the output columns of all rows, in input order."""
@@ -138,7 +139,6 @@ class OpenShard:
         if failed:
             inputs = [
                 {
-                    "kvb_input_file": self.documents[i].file,
                     "kvb_input_row": self.documents[i].row,
                     "kvb_input_text": _storable(self.documents[i].text),
                     "kvb_input_raw": self.documents[i].raw,
@@ -163,6 +163,7 @@ def _planned_columns(row: PlanRow) -> dict[str, Any]:
         "kvb_dropped_tokens": row.dropped_tokens,
         "kvb_truncation_side": row.truncation_side,
         "kvb_removed_chars": row.removed_chars,
+        "kvb_input_file": row.file,
         "kvb_bin": row.bin,
     }
 
@@ -171,7 +172,7 @@ def _judged(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]
     """Return an answer to one of several questions, held against the form that the job asks for."""
     if answer["status"] == "error" or form is None:
         return answer
-    columns = form.judge(answer["output"])
+    columns = form.validate(answer["output"])
     return answer | {name.removeprefix("kvb_"): value for name, value in columns.items()}
 
 

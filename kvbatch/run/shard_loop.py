@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine import Request, Result
 from kvbatch.errors import InputError, JobChanged
-from kvbatch.prompts.builder import PromptRequest
+from kvbatch.prompts.prompt import PromptRequest
 from kvbatch.prompts.sampling import row_seed
 from kvbatch.run.oom_retry import OomRetry
 from kvbatch.run.row_requests import RequestKey, RowRequests
@@ -223,6 +223,7 @@ class ShardLoop:
         with self._session.stopper.shield():
             rows = shard.output_rows()
             self._session.check_lock()
+            self._write_ahead[shard.number].create()  # a shard file without a record is then not committed
             facts = shard.write(self._opened.corpus.to_table(shard.documents), rows, self._run)
             self._write_ahead.pop(shard.number).close()
             commit_shard(self._run, shard.number, facts | tally(self._run.run_id, rows))

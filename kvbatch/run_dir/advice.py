@@ -51,7 +51,8 @@ def cut_advice(run: RunDirectory, manifest: Manifest, figures: Mapping[str, Any]
     if reasons.get("length"):
         semantic = manifest.semantic
         most = semantic.get("generation.max_new_tokens", 256)
-        room = manifest.model.max_context - figures["cut_prompt_tokens"]
+        context = manifest.model.max_context if manifest.model else 0
+        room = context - figures["cut_prompt_tokens"]
         if semantic.get("input.format") == "openai-batch":
             parts.append("by length: raise generation.max_new_tokens, or max_tokens of the rows that set it")
         elif not isinstance(most, int):  # a variable of the environment gave it

@@ -106,7 +106,7 @@ def describe_run(job: Job, files: Iterable[InputFile]) -> Manifest:
         input_files=tuple(describe_files(files)),
         model_files=describe_model_files(job.model.path),
         memory_budget=kept_memory_budget(job),
-        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         platform=platform.platform(),
     )
 

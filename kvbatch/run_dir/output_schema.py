@@ -51,6 +51,7 @@ OUTPUT_FIELDS = [
     pa.field("kvb_prefill_s", pa.float64()),  # the row's own share of compute
     pa.field("kvb_decode_s", pa.float64()),
     pa.field("kvb_wait_s", pa.float64()),  # the rest of the time that its requests were in the engine
+    pa.field("kvb_input_file", pa.string()),  # path of the file that the row was read from
     pa.field("kvb_shard", pa.int32()),
     pa.field("kvb_bin", pa.int32()),
     pa.field("kvb_seed", pa.int64()),
@@ -60,7 +61,6 @@ OUTPUT_FIELDS = [
 
 
 INPUT_FIELDS = [
-    pa.field("kvb_input_file", pa.string()),
     pa.field("kvb_input_row", pa.int64()),
     pa.field("kvb_input_text", pa.string()),
     pa.field("kvb_input_raw", pa.large_binary()),  # a row that could not be read, as it stands in the file

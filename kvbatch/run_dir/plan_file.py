@@ -41,7 +41,7 @@ class PlanRow:
     prompt_tokens: int = _column(pa.int64())  # of all parts and questions
     max_new_tokens: int = _column(pa.int64())
     dropped_tokens: int = _column(pa.int64())
-    truncation_side: Literal["head", "middle", "tail"] | None = _column(pa.string())
+    truncation_side: Literal["left", "middle", "right"] | None = _column(pa.string())
     removed_chars: int | None = _column(pa.int64())
     parts: int = _column(pa.int32())  # that the document is split into, each with a prompt of its own
     # of the parts' prompts, without the questions if there are several

@@ -40,13 +40,16 @@ LANE_SCHEMA = pa.schema(
         ("tokens_seen", pa.int64()),
         ("tokens_kept", pa.int64()),
         ("kept_ratio", pa.float64()),
-        ("whole_tokens", pa.int64()),  # kept whole outside of the tiers: sinks, recent window, pending
+        (
+            "whole_tokens",
+            pa.int64(),
+        ),  # kept unquantized, in no tier: warm-up tokens, recent window, open page
         (
             "tiers",
             pa.list_(pa.struct([("key_bits", pa.int8()), ("value_bits", pa.int8()), ("tokens", pa.int64())])),
         ),
-        ("bits_per_element", pa.float64()),  # of those kept, scales included
-        ("kv_bytes", pa.int64()),  # of pages; a row's kept bytes also count what its frames have free
+        ("bits_per_element", pa.float64()),  # of the kept tokens, scales included
+        ("kv_bytes", pa.int64()),  # of pages; a row's kept bytes also count the free places of its blocks
     ]
 )
 
@@ -69,8 +72,8 @@ def kept_stats(
     """Return what describes the statistics of an earlier session; remove what is damaged, as it cannot be made again.
 
     Args:
-        facts: what the summary said of them; nothing if it was lost.
-        note: told of what was removed.
+        facts: how the summary describes them; empty if the summary was lost.
+        note: called with a warning for each file that was removed.
     """
     kept: dict[str, Mapping[str, Any]] = {}
     for path in (run.steps, run.kv_lanes):
@@ -81,7 +84,7 @@ def kept_stats(
                 with opened_table(path, run.repair) as file:
                     found = {"rows": len(file.read())} | describe_file(path)
             if found and (problem := file_problem(path, found, deep=True)):
-                raise Damaged(path, problem, "what was measured is lost, the report goes without it")
+                raise Damaged(path, problem, "its measurements are lost, the report leaves them out")
             if found:
                 kept[name] = found
         except Damaged as error:
@@ -91,7 +94,7 @@ def kept_stats(
 
 
 def read_stats(run: RunDirectory, path: Path, columns: list[str] | None = None) -> "pl.DataFrame | None":
-    """Return a table of a run that reports show; None if it is not there, or not as it was written.
+    """Return a table of a run that reports show; None if it is missing or not as it was written.
 
     Raises:
         InputError: The manifest cannot be read.
@@ -102,7 +105,9 @@ def read_stats(run: RunDirectory, path: Path, columns: list[str] | None = None) 
     try:
         run.check_file(path)
         with opened_table(path, run.repair) as file:
-            return pl.from_arrow(file.read(columns))
+            frame = pl.from_arrow(file.read(columns))
+        assert isinstance(frame, pl.DataFrame)
+        return frame
     except Damaged:
         return None
 

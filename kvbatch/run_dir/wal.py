@@ -66,6 +66,21 @@ class WriteAheadFile:
                     self._stream.truncate(self._good_bytes)
             raise self._problem(error) from error
 
+    def create(self) -> None:
+        """Make the file even if no row was appended: as long as it exists, its shard is not committed.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        if self._stream is not None or self._path.exists():
+            return
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            self._path.touch()
+            fsync_directory(self._path.parent)
+        except OSError as error:
+            raise self._problem(error) from error
+
     def close(self) -> None:
         """Make the rows durable and close the file; raises as `append`."""
         if self._stream is None:

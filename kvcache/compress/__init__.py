@@ -1,1 +1,1 @@
-"""From scores to tiers and full pages, at once or in the background. Imports `pages` and below."""
+"""From scores to tiers and full pages, at once or in the background. Imports: config, sizes, quantize, kernels, pages."""

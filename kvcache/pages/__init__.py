@@ -1,1 +1,1 @@
-"""Where pages lie: blocks, pools, lists of pages, prefill buffers. Imports `kernels` and below."""
+"""Where pages lie: blocks, pools, lists of pages, prefill buffers. Imports: sizes, quantize, kernels."""

@@ -1,1 +1,1 @@
-"""Which tokens are kept: one scorer a file, and their registry. Imports torch alone."""
+"""Which tokens are kept: one scorer a file, and their registry. Imports: nothing."""

@@ -1,1 +1,1 @@
-"""One sequence's cache, full or compressed. Imports `compress` and below."""
+"""One sequence's cache, full or compressed. Imports: sizes, kernels, pages, compress."""

@@ -1,1 +1,1 @@
-"""Bytes, pages and blocks as pure integers: page formats, layouts, expectations. Imports `config`."""
+"""Bytes, pages and blocks as pure integers: page formats, layouts, expectations. Imports: scorers, config."""

@@ -140,7 +140,7 @@ def test_what_is_told_of_rows_that_are_read_all_the_same(tmp_path):
     path.write_bytes(
         b'{"id": "a", "text": "x", "text": "y"}\n{"id": "b", "text": "\\ud83d \\\\ud83d \\ud83d\\ude00"}\n'
     )
-    corpus = Corpus(InputSpec((str(path),), errors="replace"))
+    corpus = Corpus(InputSpec((str(path),), encoding_errors="replace"))
     assert [each.text for each in corpus.documents()] == ["y", "\ufffd \\ud83d \U0001f600"]
     assert corpus.warnings == [
         f"{path}:1: key 'text' occurs twice, here and in 0 more lines: the last value counts"

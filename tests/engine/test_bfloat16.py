@@ -7,8 +7,8 @@ from engine import LLM, EngineConfig, Request, SamplingParams
 from engine.models import load_model
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.cpu import ops
+from tests.engine.helpers import as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
-from tests.engine.test_llm import as_text, prompts, run
 from tests.kvcache.kernel_builds import built, needs_compiler
 
 CACHES = {
@@ -70,7 +70,7 @@ def test_a_bfloat16_model_gives_the_float32_models_logits(path, cache, monkeypat
 def test_a_float32_models_cache_may_be_bfloat16(path, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr("engine.attention.cpu.compiled_kernels", lambda *_: None)
-    half = KVCacheConfig(whole_dtype="bfloat16")
+    half = KVCacheConfig(dtype="bfloat16")
     expected, got = (last_logits(path, torch.float32, cache, 48) for cache in (KVCacheConfig(), half))
     assert 0 < (got - expected).norm() < 0.02 * expected.norm()
 

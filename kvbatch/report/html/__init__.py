@@ -1,13 +1,13 @@
-"""`report.html`: one run on one page that fetches nothing. Figures, plots and markup are a module each."""
+"""`report.html`, one run on one page that fetches nothing: figures, plots and markup."""
 
 from pathlib import Path
-from typing import Any
 
 from kvbatch.atomic_file import write_text
+from kvbatch.report.summary import Summary, load_summary
 from kvbatch.run_dir.directory import RunDirectory
 
 
-def write_page(run: RunDirectory, summary: dict[str, Any] | None = None) -> Path:
+def write_page(run: RunDirectory, summary: Summary | None = None) -> Path:
     """Write the page of a run, ended or not, and return its path.
 
     Args:
@@ -19,7 +19,6 @@ def write_page(run: RunDirectory, summary: dict[str, Any] | None = None) -> Path
     """
     from kvbatch.report.html.figures import compute
     from kvbatch.report.html.markup import render_page
-    from kvbatch.report.summary import load_summary
 
     page = render_page(
         summary or load_summary(run.path),

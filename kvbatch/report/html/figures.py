@@ -1,12 +1,13 @@
-"""What the page shows, computed from a run's Parquet by polars. Ids appear here, texts of documents never do."""
+"""The figures of the page, computed from a run's Parquet by polars. Ids appear here, texts of documents never do."""
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import polars as pl
 
 from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.read_output import read_rows
 from kvbatch.run_dir.stats_files import read_stats
 
@@ -17,12 +18,60 @@ MAX_IDS = 20
 NUM_SLOWEST = 10
 WORST_QUALITY = {"nll_delta": "max", "kl": "max", "top1_agreement": "min"}
 _NICE = (1, 2, 2.5, 5, 10)
+# seconds that a row waited for others, where the output has them
+_WAITING = tuple(name for name in ("wait_s",) if f"kvb_{name}" in [field.name for field in OUTPUT_FIELDS])
+
+Columns = dict[str, list[Any]]  # by name, all of the same length
 
 
-def compute(run: RunDirectory) -> dict[str, Any]:
-    """Return the figures of every part of the page; a part that a run has no data for is None."""
+class Lengths(TypedDict):
+    """Rows by prompt length and outcome, and the bin of each row."""
+
+    class_tokens: int  # width of a class
+    counts: dict[str, list[int]]  # by outcome, rows of each class
+    packed: Columns
+
+
+class Bins(TypedDict):
+    """How full the bins are, thinned to as many as a plot shows."""
+
+    bin: list[int]
+    rows: list[int]
+    prompt_tokens: list[int]
+    predicted_kv_bytes: list[int]
+    packing_efficiency: list[float]
+    num_bins: int
+    mean_efficiency: float
+
+
+class QualityFigures(TypedDict):
+    """The sample that was compared with the full cache."""
+
+    num_failed: int
+    measures: dict[str, dict[str, Any]]  # by name, the mean and the worst
+    rows: list[dict[str, Any]]  # the worst first
+
+
+class Figures(TypedDict):
+    """The figures of every part of the page; a part is None if the run has no data for it."""
+
+    timeline: Columns | None
+    lengths: Lengths | None
+    bins: Bins | None
+    kept: Columns | None
+    quality: QualityFigures | None
+    errors: list[dict[str, Any]]  # by kind, the most frequent first
+    slowest: list[dict[str, Any]]  # rows, the slowest first
+
+
+def compute(run: RunDirectory) -> Figures:
+    """Return the figures of every part of the page.
+
+    Raises:
+        InputError: The manifest cannot be read, or a shard is missing or damaged.
+    """
     names = ("status", "finish_reason", "error_code", "attempts", "prompt_tokens", "completion_tokens")
-    rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s"))
+    rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s", *_WAITING))
     plan = _read(run, run.plan, ["outcome", "prompt_tokens", "bin"])
     return {
         "timeline": _timeline(_read(run, run.steps)),
@@ -40,7 +89,7 @@ def _read(run: RunDirectory, path: Path, columns: list[str] | None = None) -> pl
     return frame if frame is not None and len(frame) else None
 
 
-def _timeline(steps: pl.DataFrame | None) -> dict[str, list] | None:
+def _timeline(steps: pl.DataFrame | None) -> Columns | None:
     """Cut the run into equal intervals: tokens per second of its steps, and the most bytes held in it."""
     if steps is None:
         return None
@@ -63,12 +112,12 @@ def _timeline(steps: pl.DataFrame | None) -> dict[str, list] | None:
 OUTCOMES = ("fits", "truncated", "split", "streamed", "refused")
 
 
-def _lengths(plan: pl.DataFrame | None) -> dict[str, Any] | None:
+def _lengths(plan: pl.DataFrame | None) -> Lengths | None:
     """Count rows by prompt length and outcome, and say which lengths share a bin."""
     plan = plan.filter(pl.col("prompt_tokens").is_not_null()) if plan is not None else None
     if plan is None or not len(plan):
         return None
-    width = _nice_width(plan["prompt_tokens"].max())
+    width = _nice_width(max(plan["prompt_tokens"].to_list()))
     plan = plan.with_columns(
         (pl.col("prompt_tokens") // width).alias("class"),
         pl.when(pl.col("outcome").is_in(OUTCOMES[:-1]))
@@ -76,11 +125,11 @@ def _lengths(plan: pl.DataFrame | None) -> dict[str, Any] | None:
         .otherwise(pl.lit(OUTCOMES[-1]))
         .alias("outcome"),
     )
-    num_classes = plan["class"].max() + 1
+    num_classes = max(plan["class"].to_list()) + 1
     counts = {}
-    for outcome, group in plan.group_by("outcome"):
+    for (outcome, *_), group in plan.group_by("outcome"):
         found = dict(group["class"].value_counts().iter_rows())
-        counts[outcome[0]] = [found.get(i, 0) for i in range(num_classes)]
+        counts[outcome] = [found.get(i, 0) for i in range(num_classes)]
     packed = _thinned(plan.filter(pl.col("bin").is_not_null()).sort("prompt_tokens"))
     return {
         "class_tokens": width,
@@ -95,22 +144,29 @@ def _nice_width(longest: int) -> int:
     return math.ceil(next(nice * power for nice in _NICE if nice * power >= rough))
 
 
-def _bins(bins: pl.DataFrame | None) -> dict[str, Any] | None:
+def _bins(bins: pl.DataFrame | None) -> Bins | None:
     if bins is None:
         return None
-    columns = bins.select("bin", "rows", "prompt_tokens", "predicted_kv_bytes", "packing_efficiency")
-    mean = bins["predicted_kv_bytes"].sum() / (len(bins) * bins["predicted_kv_bytes"].max())
-    return _thinned(columns).to_dict(as_series=False) | {"num_bins": len(bins), "mean_efficiency": mean}
+    num_bytes = bins["predicted_kv_bytes"].to_list()
+    shown = _thinned(bins)
+    return {
+        "bin": shown["bin"].to_list(),
+        "rows": shown["rows"].to_list(),
+        "prompt_tokens": shown["prompt_tokens"].to_list(),
+        "predicted_kv_bytes": shown["predicted_kv_bytes"].to_list(),
+        "packing_efficiency": shown["packing_efficiency"].to_list(),
+        "num_bins": len(bins),
+        "mean_efficiency": sum(num_bytes) / (len(num_bytes) * max(num_bytes)),
+    }
 
 
-def _kept(rows: pl.DataFrame) -> dict[str, list] | None:
+def _kept(rows: pl.DataFrame) -> Columns | None:
     ran = rows.filter(pl.col("kv_kept_ratio").is_not_null()).sort("prompt_tokens")
     points = _thinned(ran).select("prompt_tokens", "kv_kept_ratio")
     return points.to_dict(as_series=False) if len(points) else None
 
 
-def _quality(quality: pl.DataFrame | None) -> dict[str, Any] | None:
-    """Summarise the sample that was compared with the full cache by `estimate.quality`; its rows, the worst first."""
+def _quality(quality: pl.DataFrame | None) -> QualityFigures | None:
     if quality is None:
         return None
     compared = quality.filter(pl.col("error").is_null()).sort("nll_delta", descending=True)
@@ -132,6 +188,7 @@ def _errors(rows: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _slowest(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows that took most compute of their own; what they waited for others is shown and not counted."""
     ran = rows.filter(pl.col("attempts") > 0).with_columns(
         (pl.col("prefill_s") + pl.col("decode_s")).alias("total_s")
     )
@@ -142,6 +199,7 @@ def _slowest(rows: pl.DataFrame) -> list[dict[str, Any]]:
         "prefill_s",
         "decode_s",
         "total_s",
+        *_WAITING,
         "finish_reason",
     )
     return ran.sort("total_s", descending=True, nulls_last=True).head(NUM_SLOWEST).select(shown).to_dicts()

@@ -1,29 +1,30 @@
-"""From figures to HTML. Whatever stems from input, job file or machine goes through `escape` on its way."""
+"""From figures to HTML. Every text of input, job file or machine goes through `escape` on its way."""
 
 import json
-from collections.abc import Iterable, Sequence
 from datetime import datetime
-from html import escape as escape_html
 from importlib.resources import files
 from typing import Any
 
 from kvbatch.corpus.skipped import named
+from kvbatch.report.headline import commands, headline
 from kvbatch.report.html import plots
-from kvbatch.report.summary import answer_counts
+from kvbatch.report.html.elements import caption, escape, figure, section, short, table
+from kvbatch.report.html.figures import Columns, Figures, QualityFigures
+from kvbatch.report.html.tiles import render_tiles
+from kvbatch.report.summary import Summary
 from kvbatch.run_dir.manifest import Manifest
 from kvbatch.text import format_bytes
 
-_MAX_ID_CHARS = 80
 _MAX_QUALITY_ROWS = 20
-# No script, and nothing that could be fetched: a page with a hole in it would still stay silent.
+# No script, and nothing that could be fetched: even a page with a hole in its escaping would send nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: Manifest, job: str) -> str:
+def render_page(summary: Summary, figures: Figures, manifest: Manifest, job: str) -> str:
     """Return the whole page.
 
     Args:
-        summary: of `report.load_summary`.
+        summary: of `load_summary`.
         figures: of `figures.compute`; they also stand in the page as JSON, under the id `figures`.
         manifest: of the run.
         job: its resolved job file.
@@ -34,19 +35,22 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: Mani
         f"<h1>{escape(summary['job'])}</h1>",
         f'<p class="muted">run {escape(summary["run_id"])}, {escape(summary["status"])}, '
         f"started {escape(_seconds(manifest.created))}</p>",
-        _cut(summary),
-        _tiles(summary),
+        f'<p class="lead">{escape(headline(summary))}</p>',
+        *(f'<p class="warning">{escape(line)}</p>' for line in commands(summary)),
+        render_tiles(summary),
         _plots(summary, figures),
         _quality(figures["quality"]),
         _errors(figures["errors"]),
         _skipped(summary["skipped"]),
         _slowest(figures["slowest"]),
-        _section("Configuration", f"<pre>{escape(job)}</pre>") if job else "",
+        section("Configuration", caption("The job with all its defaults."), f"<pre>{escape(job)}</pre>")
+        if job
+        else "",
         _environment(summary, manifest),
     ]
     body = "\n".join(part for part in parts if part)
     # "<" would let a string end the element; as an escape it is the same JSON
-    data = json.dumps({"summary": summary} | figures, default=str).replace("<", "\\u003c")
+    data = json.dumps({"summary": summary, **figures}, default=str).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -57,152 +61,133 @@ def render_page(summary: dict[str, Any], figures: dict[str, Any], manifest: Mani
     )
 
 
-def escape(value: Any) -> str:
-    """Return a value as text that is no markup; a lone surrogate is written as its escape."""
-    text = "–" if value is None else str(value)
-    return escape_html(text.encode("utf-8", "backslashreplace").decode())
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts)
-
-
-def _cut(s: dict[str, Any]) -> str:
-    """Say of cut answers what to do, before all figures."""
-    if not s["advice"]:
-        return ""
-    text = f"{s['cut']:,} of {s['answers']:,} answers were cut {s['advice']}."
-    return f'<p class="warning">{escape(text)}</p>'
-
-
-def _tiles(s: dict[str, Any]) -> str:
-    tiles = [
-        ("answers", f"{s['answers']:,}", answer_counts(s)),
-        ("rows", f"{s['rows']:,}", f"{s['ok']:,} ok, {s['errors']:,} errors, {s['rejected']:,} rejected"),
-        ("prompt tokens", f"{s['prompt_tokens']:,}", f"{s['cached_prompt_tokens']:,} from the shared prefix"),
-        ("generated tokens", f"{s['completion_tokens']:,}", ""),
-    ]
-    if s.get("tokens_per_s"):
-        tiles.append(
-            ("tokens/s", f"{s['tokens_per_s']:,.1f}", f"{s['generated_tokens_per_s']:,.1f} generated")
-        )
-    if s.get("wall_s"):
-        tiles.append(("wall", f"{s['wall_s']:,.1f} s", f"{s['running_s']:,.1f} s running"))
-    if s.get("kv_peak_bytes_measured"):
-        predicted = f"{format_bytes(s['kv_peak_bytes_predicted'])} predicted"
-        tiles.append(("KV peak", format_bytes(s["kv_peak_bytes_measured"]), predicted))
-    if s["kv_kept_ratio"] is not None:
-        tiles.append(("KV bytes kept", f"{s['kv_kept_ratio']:.1%}", f"of {format_bytes(s['kv_full_bytes'])}"))
-    if s.get("packing_efficiency"):
-        bins = f"{s['num_bins']:,} bin{'' if s['num_bins'] == 1 else 's'}"
-        tiles.append(("packing", f"{s['packing_efficiency']:.1%}", bins))
-    if s["truncated"]:
-        tiles.append(("truncated", f"{s['truncated']:,}", f"{s['dropped_tokens']:,} tokens dropped"))
-    if s["split"]:
-        tiles.append(("split", f"{s['split']:,}", f"into {s['parts']:,} parts"))
-    if s["streamed"]:
-        tiles.append(("streamed", f"{s['streamed']:,}", "lossy beyond a full context"))
-    cells = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for name, value, note in tiles
-    )
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
-
-
-def _plots(summary: dict[str, Any], figures: dict[str, Any]) -> str:
-    drawn = []
-    if timeline := figures["timeline"]:
-        failed = (summary.get("drafted_tokens") or 0) - (summary.get("accepted_tokens") or 0)
-        note = f"tokens computed, {failed:,} of them guesses that did not come true" if failed else ""
-        drawn.append(_figure("Throughput over time", plots.draw_throughput(timeline), note))
-        note = "reserved: of the rows that were running, up to their longest answer"
-        pool = summary.get("kv_pool_bytes")
-        if pool and (prefill_buffer_bytes := summary["kv_allocated_bytes"] - pool):
-            note += f"; beside the pool {format_bytes(prefill_buffer_bytes)} of prefill buffers"
-        drawn.append(_figure("KV bytes over time", plots.draw_kv_bytes(timeline, pool), note))
+def _plots(summary: Summary, figures: Figures) -> str:
+    drawn = _timeline_plots(summary, figures["timeline"]) if figures["timeline"] else []
     if lengths := figures["lengths"]:
-        note = "below: the rows of each bin, which are in memory together"
-        drawn.append(_figure("Prompt lengths and bins", plots.draw_lengths(lengths), note))
+        text = "Rows by the length of their prompt"
+        if lengths["packed"]["bin"]:
+            text += "; below, the rows of each bin, which are in memory together"
+        text += (
+            ". Few long rows beside many short ones pack well; rows that are truncated or refused lose text."
+        )
+        drawn.append(figure("Prompt lengths and bins", plots.draw_lengths(lengths), text))
     if bins := figures["bins"]:
-        note = f"{bins['mean_efficiency']:.1%} of the pool on average"
-        drawn.append(_figure("Packing efficiency", plots.draw_packing(bins), note))
+        text = (
+            f"Part of the pool that each bin fills, {bins['mean_efficiency']:.1%} on average; the fuller the bins, "
+            "the fewer of them, and the shorter the run."
+        )
+        drawn.append(figure("Packing efficiency", plots.draw_packing(bins), text))
     if kept := figures["kept"]:
-        drawn.append(_figure("Kept ratio against length", plots.draw_kept(kept)))
+        text = (
+            "Bytes that each row kept of those it would take in a full cache, against the length of its prompt; less "
+            "saves memory, and the longer the row, the less it should keep."
+        )
+        drawn.append(figure("Kept ratio against length", plots.draw_kept(kept), text))
     missing = (
-        "" if timeline else '<p class="muted">No steps were recorded: the run did not come to its end.</p>'
+        "" if figures["timeline"] else caption("No steps were recorded: the run did not come to its end.")
     )
-    return _section("Memory and speed", missing, f'<div class="plots">{"".join(drawn)}</div>')
+    return section("Memory and speed", missing, f'<div class="plots">{"".join(drawn)}</div>')
 
 
-def _figure(title: str, svg: str, note: str = "") -> str:
-    caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
-    return f"<figure><h3>{escape(title)}</h3>{svg}{caption}</figure>\n"
+def _timeline_plots(summary: Summary, timeline: Columns) -> list[str]:
+    text = "Tokens computed a second, read and written; a level line is good, a drop means that little was left to run."
+    if wrong := summary.get("drafted_tokens", 0) - summary.get("accepted_tokens", 0):
+        text += f" {wrong:,} of the tokens were drafts of prompt lookup that turned out wrong."
+    throughput = figure("Throughput over time", plots.draw_throughput(timeline), text)
+    pool = summary.get("kv_pool_bytes")
+    text = (
+        "Bytes of keys and values: used, and reserved for the longest answers of the running rows; the closer to the "
+        "pool, the better the memory is used."
+    )
+    if pool and (buffer_bytes := summary["kv_allocated_bytes"] - pool):
+        text += f" Beside the pool there are {format_bytes(buffer_bytes)} of prefill buffers."
+    return [throughput, figure("KV bytes over time", plots.draw_kv_bytes(timeline, pool), text)]
 
 
-def _quality(quality: dict[str, Any] | None) -> str:
+def _quality(quality: QualityFigures | None) -> str:
     if quality is None:
         return ""
     rows, failed = quality["rows"], quality["num_failed"]
-    text = f"{len(rows):,} rows of the sample, against the full cache"
+    text = f"{len(rows):,} sampled rows, answered from the compressed cache and compared with the full one"
     text += f"; {failed:,} could not be compared." if failed else "."
     if not rows:
-        return _section("Quality drift", f"<p>{escape(text)}</p>")
+        return section("Quality drift", f"<p>{escape(text)}</p>")
     measures = [[name, f"{m['mean']:.4f}", f"{m['worst']:.4f}"] for name, m in quality["measures"].items()]
     heads = ["row id", "prompt tokens", *quality["measures"], "first divergence"]
     cells = [
-        [_short(row["row_id"]), f"{row['prompt_tokens']:,}"]
+        [short(row["row_id"]), f"{row['prompt_tokens']:,}"]
         + [f"{row[name]:.4f}" for name in quality["measures"]]
         + [row["first_divergence"]]
         for row in rows[:_MAX_QUALITY_ROWS]
     ]
-    return _section(
+    drift = (
+        "By how many nats a token the full cache holds each answer for less likely, against the length of the prompt; "
+        "near zero is good, a rise with the length means that long documents suffer."
+    )
+    return section(
         "Quality drift",
         f"<p>{escape(text)}</p>",
-        _table(["measure", "mean", "worst"], measures, numbers={1, 2}),
-        f'<div class="plots">{_figure("Drift against length", plots.draw_quality(rows))}</div>',
-        _table(heads, cells, numbers=range(1, len(heads))),
+        table(["measure", "mean", "worst"], measures, numbers={1, 2}),
+        caption(
+            "nll_delta and kl are nats a token, and zero is best; top1_agreement is the part of the tokens for which "
+            "both caches have the same first choice, and one is best."
+        ),
+        f'<div class="plots">{figure("Drift against length", plots.draw_quality(rows), drift)}</div>',
+        table(heads, cells, numbers=range(1, len(heads))),
+        caption("The rows that lost most; first divergence is the first token of the answer that differs."),
     )
 
 
 def _errors(errors: list[dict[str, Any]]) -> str:
     if not errors:
-        return _section("Errors", "<p>None.</p>")
+        return section("Errors", "<p>None: every row was answered.</p>")
     rows = []
     for kind in errors:
-        ids = ", ".join(map(_short, kind["row_ids"]))
+        ids = ", ".join(map(short, kind["row_ids"]))
         more = kind["num_rows"] - len(kind["row_ids"])
         ids += f" and {more:,} more" if more else ""
         rows.append([kind["error_code"], kind["status"], f"{kind['num_rows']:,}", ids])
-    note = '<p class="muted">Reasons and inputs: deadletter/ beside this page.</p>'
-    return _section("Errors", _table(["kind", "status", "rows", "row ids"], rows, numbers={2}), note)
+    text = "Rows without an answer, by the kind of error; the reasons and inputs are in deadletter/ beside this page."
+    return section("Errors", table(["kind", "status", "rows", "row ids"], rows, numbers={2}), caption(text))
 
 
 def _skipped(groups: list[dict[str, Any]]) -> str:
     if not groups:
         return ""
     rows = [[group["reason"], f"{group['files']:,}", named(group)] for group in groups]
-    return _section("Skipped files", _table(["reason", "files", "first names"], rows, numbers={1}))
+    text = "Files in the input's directories that were not read; none of them should be a document."
+    return section(
+        "Skipped files", table(["reason", "files", "first names"], rows, numbers={1}), caption(text)
+    )
 
 
 def _slowest(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    heads = ["row id", "prompt tokens", "generated", "prefill s", "decode s", "finished by"]
+    has_wait = "wait_s" in rows[0]
+    heads = ["row id", "prompt tokens", "generated", "prefill s", "decode s"]
+    heads += ["wait s"] * has_wait + ["finished by"]
     cells = [
         [
-            _short(row["row_id"]),
+            short(row["row_id"]),
             f"{row['prompt_tokens']:,}",
             f"{row['completion_tokens']:,}",
-            f"{row['prefill_s']:.2f}",
-            f"{row['decode_s']:.2f}",
+            *(_digits(row[name]) for name in ("prefill_s", "decode_s", *["wait_s"] * has_wait)),
             row["finish_reason"],
         ]
         for row in rows
     ]
-    return _section("Slowest rows", _table(heads, cells, numbers={1, 2, 3, 4}))
+    text = "The rows that took most seconds of computing; they should be those of the longest prompts and answers."
+    if has_wait:
+        text += " Waiting for other rows is not counted."
+    return section("Slowest rows", table(heads, cells, numbers=range(1, len(heads) - 1)), caption(text))
 
 
-def _environment(summary: dict[str, Any], manifest: Manifest) -> str:
+def _digits(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.2f}"
+
+
+def _environment(summary: Summary, manifest: Manifest) -> str:
     model = manifest.model
     known = {
         "model": model and model.path,
@@ -217,30 +202,10 @@ def _environment(summary: dict[str, Any], manifest: Manifest) -> str:
         "output": summary["output"],
     }
     versions = {name: found for name, found in manifest.versions.items() if found}
-    files = {f"input {i + 1}": each["path"] for i, each in enumerate(manifest.input_files[:20])}
-    return _section("Environment", _table(["", ""], list((known | versions | files).items()), has_head=False))
-
-
-def _short(row_id: str) -> str:
-    return row_id if len(row_id) <= _MAX_ID_CHARS else row_id[: _MAX_ID_CHARS - 1] + "…"
-
-
-def _table(
-    heads: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    numbers: Iterable[int] = (),
-    has_head: bool = True,
-) -> str:
-    kinds = [' class="number"' if i in set(numbers) else ' class="ids"' for i in range(len(heads))]
-    head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>\n"
-        for row in rows
-    )
-    top = f"<thead><tr>{head}</tr></thead>" if has_head else ""
-    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+    inputs = {f"input {i + 1}": each["path"] for i, each in enumerate(manifest.input_files[:20])}
+    text = "What the run was made with: the same configuration, model and input give the same prompts."
+    cells = list((known | versions | inputs).items())
+    return section("Environment", caption(text), table(["", ""], cells, has_head=False))
 
 
 def _seconds(time: str) -> str:

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+from kvbatch.report.html.figures import Bins, Columns, Lengths
+
 _UNITS = ((1, "bytes"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))
 # matplotlib draws in these; each is then replaced by the custom property of the style sheet.
 _NAMES = ("ink", "muted", "grid", "one", "two", "three")
 _INK, _MUTED, _GRID, _ONE, _TWO, _THREE = _COLOURS = [f"#fe01{i:02x}" for i in range(len(_NAMES))]
 _WIDTH_IN, _HEIGHT_IN = 5.4, 2.2
-_STYLE = {
+_STYLE: dict[Any, Any] = {  # matplotlib's stubs know each key by its literal name
     "svg.fonttype": "none",
     "svg.hashsalt": "kvbatch",  # the same figures give the same bytes
     "font.size": 9,
@@ -43,7 +45,7 @@ _STYLE = {
 }
 
 
-def draw_throughput(timeline: dict[str, list]) -> str:
+def draw_throughput(timeline: Columns) -> str:
     """Tokens per second over time."""
 
     def draw(figure: Figure) -> None:
@@ -55,7 +57,7 @@ def draw_throughput(timeline: dict[str, list]) -> str:
     return _svg("throughput", "Tokens per second over time", draw)
 
 
-def draw_kv_bytes(timeline: dict[str, list], pool_bytes: int | None) -> str:
+def draw_kv_bytes(timeline: Columns, pool_bytes: int | None) -> str:
     """Bytes of the page pool over time: used, reserved, and all there are."""
 
     def draw(figure: Figure) -> None:
@@ -79,7 +81,7 @@ def draw_kv_bytes(timeline: dict[str, list], pool_bytes: int | None) -> str:
     return _svg("kv-bytes", "KV bytes over time", draw)
 
 
-def draw_lengths(lengths: dict[str, Any]) -> str:
+def draw_lengths(lengths: Lengths) -> str:
     """Rows by prompt length, and below them the bin that each row was packed into."""
 
     def draw(figure: Figure) -> None:
@@ -117,7 +119,7 @@ def draw_lengths(lengths: dict[str, Any]) -> str:
     return _svg("lengths", "Rows by prompt length, and the bins they were packed into", draw, height_in=3.1)
 
 
-def draw_packing(bins: dict[str, Any]) -> str:
+def draw_packing(bins: Bins) -> str:
     """How much of the pool every bin fills."""
 
     def draw(figure: Figure) -> None:
@@ -137,7 +139,7 @@ def draw_packing(bins: dict[str, Any]) -> str:
 _KEPT_AXES = (("x", "prompt_tokens"), ("y", "kv_kept_ratio"))
 
 
-def draw_kept(kept: dict[str, list]) -> str:
+def draw_kept(kept: Columns) -> str:
     """The share of the full cache's bytes that each row kept, against its length."""
 
     def draw(figure: Figure) -> None:
@@ -211,6 +213,7 @@ def _svg(name: str, title: str, draw: Callable[[Figure], None], height_in: float
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\1{name}-", text)
     for colour, property_ in zip(_COLOURS, _NAMES, strict=True):
         text = text.replace(colour, f"var(--{property_})")
-    size = re.search(r'viewBox="([^"]+)"', text)[1]
-    head = f'<svg class="plot" id="plot-{name}" viewBox="{size}" role="img" aria-label="{title}">'
+    size = re.search(r'viewBox="([^"]+)"', text)
+    assert size, "matplotlib gives every drawing a viewBox"
+    head = f'<svg class="plot" id="plot-{name}" viewBox="{size[1]}" role="img" aria-label="{title}">'
     return head + text[text.index(">") + 1 :]

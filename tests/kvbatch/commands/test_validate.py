@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
@@ -93,3 +94,45 @@ def test_a_condition_hides_no_other_mistake(job_file):
         code, found = validate(path, f"input.where={where}", "engine.memory_budget=1KiB")
         wrong = " ".join(message for _, kind, message in found if kind == "error")
         assert code == 66 and hint in wrong and "memory_budget" in wrong
+
+
+@pytest.fixture
+def wide_model(tiny_model, tmp_path) -> Path:
+    """The tiny model without weights, with heads that a compressed cache can have and a long context."""
+    path = shutil.copytree(tiny_model, tmp_path / "wide", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 16_384}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_preset_that_saves_nothing_is_named_with_a_better_one(job_file, wide_model):
+    rows = [{"id": n, "text": "7" * (300 if n < 8 else 9_000)} for n in range(16)]
+    path = job_file(rows, model={"path": str(wide_model)}, engine={"max_sequences": 8})
+
+    def advice(*overrides):
+        _, found = validate(path, *overrides)
+        assert not any(kind == "error" for _, kind, _ in found)
+        return [message for about, _, message in found if about == "cache"]
+
+    short = ("input.where=id < 8",)
+    (message,) = advice("cache.preset=logs", *short)
+    assert "cache.preset logs is not worth its loss" in message and "the longest 8 sequences" in message
+    assert "prefill buffers" in message and message.endswith("set cache.preset: none")
+    assert not advice("cache.preset=none", *short)
+    assert not advice("cache.preset=logs")  # the longest eight
+    assert not advice("cache.preset=logs", "long_document.on_too_long=stream", *short)
+    middling = (
+        "input.where=id >= 8 AND id < 10",
+        "model.max_context=4096",
+        "long_document.on_too_long=truncate",
+    )
+    (message,) = advice("cache.preset=logs", "cache.chunk_size=1024", *middling)
+    assert message.endswith("set cache.preset: default or none")
+
+
+def test_what_passthrough_all_leaves_out_is_said(job_file):
+    path = job_file([{"id": 1, "body": "fox"}], input={"text_column": "body"})
+    code, found = validate(path, "input.passthrough=all")
+    (note,) = [message for about, kind, message in found if (about, kind) == ("input", "note")]
+    assert code == 0 and "every column but the text, 'body'" in note

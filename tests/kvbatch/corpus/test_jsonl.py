@@ -120,7 +120,7 @@ def test_missing_ids_are_made_up_and_follow_the_content(write_jsonl, read):
 
 def test_bytes_that_are_not_utf8_are_replaced_only_when_asked(write_jsonl, read):
     path = write_jsonl("in.jsonl", b'{"text": "caf\xe9"}')
-    assert read(path, errors="replace")[0].text == "caf\ufffd"
+    assert read(path, encoding_errors="replace")[0].text == "caf\ufffd"
 
 
 def test_a_path_reaches_inside_and_a_dotted_name_wins(write_jsonl, read):

@@ -1,11 +1,15 @@
 """Job files: every mistake is named with place and remedy; the hash sees what changes the output."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from kvbatch.corpus import InputSpec
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job, to_yaml
+from kvbatch.job_file.renamed_keys import OLD_KEYS, Gone
+from kvbatch.job_file.sections import InputSection
 from kvbatch.run_dir.fingerprint import config_hash
 
 # Eight times eight times … eight items.
@@ -104,6 +108,35 @@ def test_all_mistakes_are_told_at_once(write):
         load_job(write("version: 1\n"))
 
 
+def test_old_names_are_answered_by_new_ones(write):
+    for key, found in OLD_KEYS.items():
+        section, name = key.split(".")
+        text = GOOD.replace("input: {", f"input: {{{name}: x, ") if section == "input" else GOOD
+        text += f"{section}: {{{name}: x}}\n" if section != "input" else ""
+        with pytest.raises(JobFileError, match=rf"job\.yaml:\d+: '{key}' is (called|gone)") as caught:
+            load_job(write(text))
+        assert caught.value.exit_code == 78
+        if not isinstance(found, Gone):
+            with pytest.raises(JobFileError, match=f"'{found.key}'"):  # the new key is one
+                load_job(write(GOOD), [f"{found.key}=no such value"])
+    with pytest.raises(JobFileError) as caught:
+        load_job(write(GOOD), ["long_document.drop=head", "cache.whole_dtype=bfloat16"])
+    assert caught.value.args == (
+        "-s long_document.drop=head: 'long_document.drop' is called 'long_document.truncation_side' now; "
+        "write truncation_side: left in section long_document",
+        "-s cache.whole_dtype=bfloat16: 'cache.whole_dtype' is called 'cache.dtype' now; "
+        "write dtype in section cache",
+    )
+
+
+def test_the_corpus_gets_every_key_of_the_input_section():
+    section = InputSection(path="a", where="n > 1", encoding_errors="replace", limit=3)
+    spec = section.spec()
+    assert (spec.paths, spec.where, spec.encoding_errors, spec.limit) == (("a",), "n > 1", "replace", 3)
+    keys = {field.name for field in fields(InputSpec)}
+    assert keys == {"paths", *InputSection.model_fields} - {"path", "incremental"}
+
+
 def test_a_missing_job_file_names_its_neighbour(write):
     with pytest.raises(JobFileError, match=r"did you mean .*job\.yaml"):
         load_job(write(GOOD).with_name("jub.yaml"))
@@ -178,5 +211,10 @@ def test_hash_covers_the_output_alone(write):
         "name=other",
     ):
         assert config_hash(load_job(path, [operational])) == base
-    for semantic in ("generation.seed=1", "prompt.system=x", "input.limit=2", "long_document.drop=head"):
+    for semantic in (
+        "generation.seed=1",
+        "prompt.system=x",
+        "input.limit=2",
+        "long_document.truncation_side=left",
+    ):
         assert config_hash(load_job(path, [semantic])) != base

@@ -101,7 +101,7 @@ def test_truncated_rows_use_the_context_to_its_end(plan):
     assert (rows[0].outcome, rows[0].prompt_tokens, rows[0].truncation_side) == (
         "truncated",
         192,
-        "tail",
+        "right",
     )
     assert rows[0].dropped_tokens > 200
 

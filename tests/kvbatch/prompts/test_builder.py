@@ -18,8 +18,8 @@ class Doc:
     columns: dict = field(default_factory=dict)
 
 
-def truncate(drop: str) -> LongDocumentSection:
-    return LongDocumentSection(on_too_long="truncate", drop=drop)
+def truncate(side: str) -> LongDocumentSection:
+    return LongDocumentSection(on_too_long="truncate", truncation_side=side)
 
 
 def test_chat_prompt_equals_the_rendered_template(tokenizer):
@@ -101,27 +101,27 @@ def test_without_chat_template_the_tokenizers_own_bos_is_added_once(tokenizer):
         assert prompt.token_ids[0] == tokenizer.bos_token_id
 
 
-@pytest.mark.parametrize(("drop", "kept"), [("tail", "0123"), ("head", "6789"), ("middle", "0189")])
-def test_truncation_cuts_the_document_alone(tokenizer, drop, kept):
+@pytest.mark.parametrize(("side", "kept"), [("right", "0123"), ("left", "6789"), ("middle", "0189")])
+def test_truncation_cuts_the_document_alone(tokenizer, side, kept):
     builder = PromptBuilder(tokenizer, PromptSection(template="First.\n{text}\nQuestion: {q}"))
     document = Doc("".join(f"{n}" * 20 for n in range(10)), columns={"q": "Why?"})
     whole = builder.build(document, 10_000, ERROR)
     limit = whole.num_tokens - 120  # digits are a token each
-    prompt = builder.build(document, limit, truncate(drop))
+    prompt = builder.build(document, limit, truncate(side))
     text = tokenizer.decode(prompt.token_ids)
-    assert (prompt.outcome, prompt.truncation_side, prompt.num_tokens) == ("truncated", drop, limit)
+    assert (prompt.outcome, prompt.truncation_side, prompt.num_tokens) == ("truncated", side, limit)
     assert prompt.dropped_tokens == 120
     assert "First.\n" in text and "\nQuestion: Why?" in text
     assert "".join(dict.fromkeys(c for c in text if c.isdigit())) == kept
 
 
-@pytest.mark.parametrize("drop", ["head", "middle", "tail"])
-def test_a_cut_splits_no_character(tokenizer, drop):
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_a_cut_splits_no_character(tokenizer, side):
     builder = PromptBuilder(tokenizer, PromptSection(template="A {text} B", chat=False))
     document = Doc("日本語の長い文書👩‍👩‍👧です" * 5)
     whole = builder.build(document, 10_000, ERROR).num_tokens
     for limit in range(whole - 40, whole):
-        prompt = builder.build(document, limit, truncate(drop))
+        prompt = builder.build(document, limit, truncate(side))
         assert prompt.num_tokens <= limit
         assert "�" not in tokenizer.decode(prompt.token_ids)
 
@@ -145,14 +145,14 @@ def test_just_at_and_just_over_the_limit(tokenizer):
     assert (refused.outcome, refused.num_tokens, refused.token_ids) == ("too_long", needed, [])
     assert str(needed) in refused.message and str(needed - 1) in refused.message
     # nothing of the document would be left: no truncation helps
-    assert builder.build(Doc("some text"), builder.num_static_tokens, truncate("tail")).outcome == "too_long"
+    assert builder.build(Doc("some text"), builder.num_static_tokens, truncate("right")).outcome == "too_long"
 
 
 def test_batches_are_what_single_builds_are(tokenizer):
     builder = PromptBuilder(tokenizer, PromptSection(template="{text} {q}"))
     documents = [Doc("one", columns={"q": "x"}), Doc("two"), Doc("three " * 50, columns={"q": "y"})]
-    batch = builder.build_batch(documents, 100, truncate("head"))
-    assert batch == [builder.build(document, 100, truncate("head")) for document in documents]
+    batch = builder.build_batch(documents, 100, truncate("left"))
+    assert batch == [builder.build(document, 100, truncate("left")) for document in documents]
     assert [prompt.outcome for prompt in batch] == ["fits", "missing_column", "truncated"]
 
 

@@ -11,7 +11,8 @@ from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job
 from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments, group_answers
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job
 from kvbatch.run.row_requests import RequestKey
 from tests.engine.models.tiny_models import save_tiny_model
@@ -43,13 +44,13 @@ def around(job_file, tokenizer):
     return [{"id": name, "text": LINES[:size]} for name, size in sizes.items()]
 
 
-@pytest.mark.parametrize("drop", ["head", "middle", "tail"])
-def test_error_and_truncate(job_file, around, drop):
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_error_and_truncate(job_file, around, side):
     path = job_file(around)
     rows, plan, _ = run(path)
     assert rows["kvb_status"].to_list() == ["ok", "ok", "error", "error"]
     assert rows["kvb_outcome"].to_list() == ["fits", "fits", "too_long", "too_long"]
-    rows, plan, _ = run(path, "long_document.on_too_long=truncate", f"long_document.drop={drop}")
+    rows, plan, _ = run(path, "long_document.on_too_long=truncate", f"long_document.truncation_side={side}")
     assert rows["kvb_status"].to_list() == ["ok"] * 4
     assert (
         rows["kvb_outcome"].to_list()
@@ -58,7 +59,7 @@ def test_error_and_truncate(job_file, around, drop):
     )
     assert rows["kvb_dropped_tokens"].to_list()[:3] == [0, 0, 1]
     assert rows["kvb_prompt_tokens"].to_list() == [CONTEXT - 8 - 1] + [CONTEXT - 8] * 3
-    assert rows["kvb_truncation_side"].to_list() == [None, None, drop, drop]
+    assert rows["kvb_truncation_side"].to_list() == [None, None, side, side]
 
 
 def test_split_by_the_real_engine(job_file, around):

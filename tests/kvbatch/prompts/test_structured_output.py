@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from kvbatch.errors import JobFileError
-from kvbatch.job_file.answer_schema import SchemaJudge, check_schema
+from kvbatch.job_file.answer_schema import SchemaValidator, check_schema
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import LongDocumentSection
 from kvbatch.opened_job import opened_job
@@ -130,11 +130,11 @@ NAMES = {"patternProperties": {r"^\p{Lu}$": {"type": "integer"}}, "additionalPro
         ({"items": {"$ref": "#"}}, ["[[]]"], ["[" * 900 + "]" * 900]),
     ],
 )
-def test_answers_are_judged_by_what_is_written(schema, right, wrong):
+def test_answers_are_validated_by_what_is_written(schema, right, wrong):
     check_schema(schema)
-    judge = SchemaJudge(schema)
-    assert {text[:40]: judge.problem(text) for text in right} == {text[:40]: None for text in right}
-    assert all(judge.problem(text) for text in wrong)
+    validator = SchemaValidator(schema)
+    assert {text[:40]: validator.problem(text) for text in right} == {text[:40]: None for text in right}
+    assert all(validator.problem(text) for text in wrong)
 
 
 def test_choices_stand_in_the_prompt(job_file, tokenizer):

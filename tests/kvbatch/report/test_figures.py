@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from kvbatch.cli import cli
 from kvbatch.errors import LimitExceeded
 from kvbatch.job_file.load import load_job
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.find_runs import open_run
 from tests.engine.models.tiny_models import save_tiny_model

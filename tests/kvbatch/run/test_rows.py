@@ -10,7 +10,8 @@ import pytest
 
 from kvbatch.errors import LimitExceeded
 from kvbatch.plan.unique_ids import UniqueIds
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
 from tests.kvbatch.helpers import RECORDS, output, run

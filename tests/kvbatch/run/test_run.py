@@ -24,7 +24,8 @@ from kvbatch.errors import (
 from kvbatch.job_file.load import load_job
 from kvbatch.prompts.builder import REPEAT
 from kvbatch.prompts.sampling import row_seed
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.event_log import RunLog
 from kvbatch.run_dir.find_runs import open_run

@@ -10,7 +10,8 @@ import pytest
 
 from kvbatch.errors import InputError
 from kvbatch.job_file.load import load_job
-from kvbatch.report.summary import load_summary, render
+from kvbatch.report.summary import load_summary
+from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job
 
 
