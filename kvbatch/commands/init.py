@@ -196,7 +196,7 @@ def _fitted(draft: "Draft", lengths: "TextLengths") -> "tuple[Draft, list[str]]"
 
     job = draft.job()
     try:
-        model = open_model(job.model, job.engine, look_only=True)
+        model = open_model(job.model, job.engine, job.cache.policy, look_only=True)
     except ModelAbsent:
         tokens = lengths.tokens()
         on_too_long = None if draft.format == "openai-batch" else "truncate"
