@@ -266,7 +266,7 @@ def _counts(run: RunDirectory, damaged: Collection[object]) -> Counts:
         numbers.update({name: _total(own[name]) for name in _SUMS})
         alone = ran.filter((ran["finish_reason"] == "length") & (ran["n_answers"] == 1))
         prompts = alone.filter(alone["outcome"] == "fits")["prompt_tokens"]
-        longest = max(longest, *prompts.to_list())
+        longest = max([longest, *prompts.to_list()])
         reasons += _frequencies(ran, "finish_reason")
         codes += _frequencies(rows, "error_code")
     names = (name for name, kind in Counts.__annotations__.items() if kind is int)
