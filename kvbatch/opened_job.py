@@ -22,6 +22,7 @@ from kvbatch.signals import Stopper
 from kvbatch.text import digest
 
 if TYPE_CHECKING:
+    from engine.models.basis import BasisTable
     from kvbatch.model.handle import ModelHandle
     from kvbatch.model.precision import KeptPrecision
     from kvbatch.plan.memory_plan import MemoryPlan
@@ -99,6 +100,10 @@ class OpenedJob:
         """Return the same job with shards of another size."""
         output = self.job.output.model_copy(update={"shard_rows": shard_rows})
         return replace(self, job=self.job.model_copy(update={"output": output}))
+
+    def with_basis(self, basis: "BasisTable") -> "OpenedJob":
+        """Return the same job with a model that is loaded in another basis."""
+        return replace(self, model=replace(self.model, basis=basis))
 
     def with_job(self, job: Job) -> "OpenedJob":
         """Return the job under another job file, which has the same input, model and prompts."""

@@ -1,7 +1,7 @@
 """The cheapest cache that a corpus bears: presets, keep ratios and bits, compared on sampled rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def tune(
 
     others = opened.job.cache.model_dump(exclude_none=True, exclude=set(_KEPT_KEYS))
     sections = {name: {**keys, **others} for name, keys in CANDIDATES.items()}
-    opened = replace(opened, model=replace(opened.model, basis=ROTATED))  # candidates that quantize need it
+    opened = opened.with_basis(ROTATED)  # candidates that quantize need it
     sample = QualitySample(opened, memory, limits.sample, progress)
     rows = sample.compare({name: CacheSection(**keys).policy for name, keys in sections.items()})
     found = [

@@ -50,7 +50,7 @@ def find_problems(run: RunDirectory, *, deep: bool = False) -> list[Damaged]:
         except Damaged as error:
             problems.append(error)
     planned = manifest.num_rows
-    if not problems and len(shards) == manifest.num_shards and num_rows != planned:
+    if not problems and manifest.plan and len(shards) == manifest.num_shards and num_rows != planned:
         what = f"hold {num_rows:,} rows, {planned:,} were planned"
         problems.append(Damaged(run.shards, what, run.repair))
     return problems

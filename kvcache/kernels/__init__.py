@@ -1,1 +1,1 @@
-"""Kernels over pages: a protocol, the torch reference, the C++ kernels in `cpu`. Imports: user_cache, sizes, quantize."""
+"""Kernels over pages: a protocol, the torch reference, the C++ kernels. Imports: user_cache, sizes, quantize."""

@@ -69,4 +69,6 @@ def in_process(command, **streams):
 def opened(job, **_):
     """Open a job without its model."""
     with Progress() as progress:
-        yield SimpleNamespace(job=job, plan_memory=lambda: None), progress
+        found = SimpleNamespace(job=job, plan_memory=lambda: None)
+        found.with_basis = lambda basis: found
+        yield found, progress

@@ -54,7 +54,8 @@ def test_no_terminal_gets_a_control_character(job_file, monkeypatch):
 
 
 def test_a_terminal_shows_the_control_characters_of_csv(ran, monkeypatch):
-    monkeypatch.setattr("kvbatch.report.export._rows", lambda _: [{"id": EVIL}])
+    monkeypatch.setattr("kvbatch.report.export._rows", lambda *_: [{"id": EVIL}])
+    monkeypatch.setattr("kvbatch.report.export._columns", lambda *_: ["id"])
     leader, follower = pty.openpty()
     with open(follower, "w") as terminal:
         assert code_with(monkeypatch, ["export", RUN, "--format", "csv"], terminal, terminal) == 0

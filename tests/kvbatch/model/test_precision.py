@@ -1,7 +1,5 @@
 """The precision of `model.dtype: auto`: by measurement, kept, and the same for rows that stand side by side."""
 
-import json
-
 import pytest
 
 from kvbatch.job_file.load import load_job
@@ -57,7 +55,7 @@ def test_a_cache_that_cannot_be_used_is_no_failure(rates, tmp_path, monkeypatch)
 
 
 def dtype_of(run: RunDirectory) -> str:
-    manifest = json.loads(run.manifest.read_text())
+    manifest = run.read_manifest()
     assert manifest.precision["dtype"] == manifest.model.dtype
     return manifest.model.dtype
 

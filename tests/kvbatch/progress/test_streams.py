@@ -99,7 +99,7 @@ def test_what_is_printed_is_whole_or_a_failure(ran, monkeypatch):
 
     reader, writer = os.pipe()  # one that takes a little at a time, and says so
     os.set_blocking(writer, False)
-    monkeypatch.setattr("kvbatch.report.export.FORMATS", {"jsonl": lambda _: [lines] * 300})
+    monkeypatch.setattr("kvbatch.report.export.FORMATS", {"jsonl": lambda *_: [lines] * 300})
     got = []
     slow = threading.Thread(target=lambda: got.extend(iter(lambda: os.read(reader, 50_000), b"")))
     slow.start()
@@ -110,7 +110,7 @@ def test_what_is_printed_is_whole_or_a_failure(ran, monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        "kvbatch.report.export.FORMATS", {"jsonl": lambda _: map(asked.append, range(9)) and rows()}
+        "kvbatch.report.export.FORMATS", {"jsonl": lambda *_: map(asked.append, range(9)) and rows()}
     )
 
     def rows():

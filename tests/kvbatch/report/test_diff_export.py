@@ -16,7 +16,7 @@ from kvbatch.atomic_file import write_table
 from kvbatch.cli import cli
 from kvbatch.corpus.openai_batch import parse_body
 from kvbatch.job_file.load import load_job
-from kvbatch.report.export import export_rows
+from kvbatch.report.export import ExportOptions, export_rows
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.commit import commit_shard
 from kvbatch.run_dir.directory import RunDirectory
@@ -152,11 +152,12 @@ def test_a_spreadsheet_runs_no_cell(monkeypatch):
         ["=1"],
     ]
     row = {f"={n}": value for n, value in enumerate(formulas)} | dict(enumerate(harmless))
-    monkeypatch.setattr("kvbatch.report.export._rows", lambda _: [row])
+    monkeypatch.setattr("kvbatch.report.export._rows", lambda *_: [row])
+    monkeypatch.setattr("kvbatch.report.export._columns", lambda *_: list(row))
 
     def cells(**how):
         out = io.BytesIO()
-        export_rows(None, "csv", out, **how)
+        export_rows(None, "csv", out, ExportOptions(**how))
         return list(csv.reader(io.StringIO(out.getvalue().decode(), newline="")))
 
     plain = [

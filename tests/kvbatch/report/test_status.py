@@ -67,8 +67,8 @@ def test_a_run_from_its_first_row_to_its_end(job_file):
     assert 0 < seen[0]["progress_ratio"] < status["progress_ratio"] < 1
     assert 0 <= status["heartbeat_age_s"] < 60
     plan = open_run(Path("runs/test")).read_manifest().plan
-    done = status["progress_ratio"] * plan["prompt_tokens"]
-    assert status["eta_s"] == pytest.approx((plan["prompt_tokens"] - done + 5) * 2.0 / 50)
+    done = status["progress_ratio"] * plan.prompt_tokens
+    assert status["eta_s"] == pytest.approx((plan.prompt_tokens - done + 5) * 2.0 / 50)
     assert "6 of 12" in render_status(status) and "left" in render_status(status)
 
     stopped = load_status(Path("runs/test"))

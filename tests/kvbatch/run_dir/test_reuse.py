@@ -72,7 +72,7 @@ def test_only_new_and_changed_rows_are_done(job_file):
     reused = rows.filter(pl.col("kvb_run_id") == first.run_id).select(same)
     assert reused.sort("id").equals(before.join(reused, on="id", how="semi").select(same).sort("id"))
     summary = load_summary(found.path)
-    assert (summary["rows"], summary["ok"], summary["rejected"], summary["reused"]) == (9, 8, 1, 6)
+    assert (summary["rows"], summary["ok"], summary["rejected"], summary["carried"]) == (9, 8, 1, 6)
     assert summary["completion_tokens"] == 2, "only what this run computed"
 
     third = run(path, make_llm=forbidden)
@@ -84,7 +84,7 @@ def test_only_new_and_changed_rows_are_done(job_file):
     records[4]["title"] = "again"
     rewrite(records)
     last = run(path, make_llm=forbidden).run
-    assert output(last)["title"][4] == "again" and load_summary(last.path)["reused"] == 8
+    assert output(last)["title"][4] == "again" and load_summary(last.path)["carried"] == 8
     assert set(output(last)["kvb_run_id"].unique()) == {first.run_id, found.run_id, last.run_id}
 
 
@@ -146,7 +146,7 @@ def test_rows_without_an_answer_are_not_reused(job_file):
     rewrite(RECORDS[:8])
     engine = Fake()
     found = run(path, make_llm=lambda *_: engine).run
-    assert engine.done == [3] and load_summary(found.path)["reused"] == 7
+    assert engine.done == [3] and load_summary(found.path)["carried"] == 7
     (first.shards / "part-00000.parquet").write_bytes(b"torn")
     (found.path / "plan.parquet").unlink()
     (found.path / "_SUCCESS").unlink()
