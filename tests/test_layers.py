@@ -87,9 +87,6 @@ HOUSE: dict[str, dict[str, str]] = {
 }
 PACKAGES = tuple(HOUSE)  # from bottom to top
 
-# What is still wrong, to the letter: an entry goes with what it excuses, and none is added.
-KNOWN_LONG_FILES: set[str] = set()
-KNOWN_WIDE_FUNCTIONS = {"kvbatch/prompts/split.py: _part_end"}
 # A binding takes what its C function takes.
 C_INTERFACES = {"engine/kernels/ops.py", "kvcache/kernels/cpu/ops.py"}
 MAX_LINES, MAX_PARAMETERS = 350, 8
@@ -203,7 +200,7 @@ def test_no_library_is_imported_where_it_is_not_wanted():
 
 def test_no_file_is_long():
     files = [file for package in PACKAGES for file in files_of(package, ".py", ".h", ".cpp")]
-    assert {name_of(file) for file in files if file.read_text().count("\n") > MAX_LINES} == KNOWN_LONG_FILES
+    assert not {name_of(file) for file in files if file.read_text().count("\n") > MAX_LINES}
 
 
 def test_no_function_takes_many_parameters():
@@ -216,7 +213,7 @@ def test_no_function_takes_many_parameters():
                 names += [each.arg for each in (given.vararg, given.kwarg) if each]
                 if len(set(names) - {"self", "cls"}) > MAX_PARAMETERS and name_of(file) not in C_INTERFACES:
                     wide.add(f"{name_of(file)}: {node.name}")
-    assert wide == KNOWN_WIDE_FUNCTIONS
+    assert not wide
 
 
 def test_tests_share_helpers_and_not_one_another():

@@ -57,17 +57,18 @@ def split_text(
         The parts, or None where the room does not hold a character.
     """
     fences = [match.span() for match in _FENCED.finditer(text)] if boundary == "code" else []
+    document = _Document(text, token_ends, count, room, boundary, fences)
     parts: list[Part] = []
     start = 0
     while start < len(text):
-        first = bisect_right(token_ends, start)
         back = start
+        first = bisect_right(token_ends, start)
         if parts and overlap:
             back = _unjoined(text, token_ends[first - overlap - 1] if first > overlap else 0)
-        end = _part_end(text, token_ends, count, first, back, start, room, boundary, fences)
+        end = document.part_end(back, start)
         if end is None and back < start:  # an emoji of several takes many tokens, and is repeated whole
             back = start
-            end = _part_end(text, token_ends, count, first, back, start, room, boundary, fences)
+            end = document.part_end(back, start)
         if end is None:
             return None
         parts.append(Part(back, start, end))
@@ -75,50 +76,48 @@ def split_text(
     return parts
 
 
-def _part_end(
-    text: str,
-    token_ends: Sequence[int],
-    count: Callable[[str], int],
-    first: int,
-    back: int,
-    start: int,
-    room: int,
-    boundary: Boundary,
-    fences: Sequence[tuple[int, int]],
-) -> int | None:
-    """Return where the part ends that is read from `back` and new from `start`, its token `first` on."""
-    own = room - (first - bisect_right(token_ends, back))
-    left = len(token_ends) - first
-    while own > 0:
-        if left <= own:
-            end = len(text)
-        else:
-            aim = -(-left // -(-left // own))  # as long as the parts after it
-            low, wanted, high = (token_ends[first + n - 1] for n in (max(1, aim // 2), aim, own))
-            end = _best_place(text, max(low, start + 1), wanted, max(high, start + 1), boundary, fences)
-        excess = count(text[back:end]) - room
-        if excess <= 0:
-            return end
-        own = min(own, left) - excess
-    return None
+@dataclass(frozen=True)
+class _Document:
+    """A text and how it is split: the arguments of `split_text`, and its fenced code, where no part ends."""
 
+    text: str
+    token_ends: Sequence[int]
+    count: Callable[[str], int]
+    room: int
+    boundary: Boundary
+    fences: Sequence[tuple[int, int]]
 
-def _best_place(
-    text: str, low: int, wanted: int, high: int, boundary: Boundary, fences: Sequence[tuple[int, int]]
-) -> int:
-    """Return the place of the coarsest kind within `[low, high]`, of these the one nearest to `wanted`."""
-    kinds = list(_PLACES)
-    for kind in kinds[kinds.index(boundary) :]:
-        places = [place for place in _places(text, kind, low, high) if not _is_inside(fences, place)]
-        if places:
-            return min(places, key=lambda place: abs(place - wanted))
-    place = _unjoined(text, wanted)
-    return place if place >= low else wanted
+    def part_end(self, back: int, start: int) -> int | None:
+        """Return where the part ends that is read from `back` and new from `start`; None: it holds no character."""
+        first = bisect_right(self.token_ends, start)
+        own = self.room - (first - bisect_right(self.token_ends, back))
+        left = len(self.token_ends) - first
+        while own > 0:
+            if left <= own:
+                end = len(self.text)
+            else:
+                aim = -(-left // -(-left // own))  # as long as the parts after it
+                low, wanted, high = (self.token_ends[first + n - 1] for n in (max(1, aim // 2), aim, own))
+                end = self._best_place(max(low, start + 1), wanted, max(high, start + 1))
+            excess = self.count(self.text[back:end]) - self.room
+            if excess <= 0:
+                return end
+            own = min(own, left) - excess
+        return None
 
+    def _best_place(self, low: int, wanted: int, high: int) -> int:
+        """Return the place of the coarsest kind within `[low, high]`, of these the one nearest to `wanted`."""
+        kinds = list(_PLACES)
+        for kind in kinds[kinds.index(self.boundary) :]:
+            places = [place for place in _places(self.text, kind, low, high) if not self._is_fenced(place)]
+            if places:
+                return min(places, key=lambda place: abs(place - wanted))
+        place = _unjoined(self.text, wanted)
+        return place if place >= low else wanted
 
-def _is_inside(fences: Sequence[tuple[int, int]], place: int) -> bool:
-    before = bisect_left(fences, (place,))  # the fences, in order, that begin before the place
-    return before > 0 and place < fences[before - 1][1]
+    def _is_fenced(self, place: int) -> bool:
+        before = bisect_left(self.fences, (place,))  # the fences, in order, that begin before the place
+        return before > 0 and place < self.fences[before - 1][1]
 
 
 def _places(text: str, kind: str, low: int, high: int) -> Iterator[int]:

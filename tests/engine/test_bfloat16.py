@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine import LLM, EngineConfig, Request, SamplingParams
+from engine import EngineConfig, EngineCore, Request, SamplingParams
 from engine.models import load_model
+from engine.models.basis import basis_for
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.kernels.cpu import ops
 from tests.engine.helpers import as_text, prompts, run
@@ -20,8 +21,8 @@ CACHES = {
 
 def last_logits(path, dtype: torch.dtype, cache: KVCacheConfig, step_tokens: int = 1024) -> torch.Tensor:
     """Return the logits `[rows, V]` that rows choose their first token by."""
-    model = load_model(path, dtype=dtype)
-    llm = LLM(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
+    model = load_model(path, dtype=dtype, basis=basis_for(cache))
+    llm = EngineCore(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
     seen, logits = [], model.logits
 
     def recorded(hidden):
@@ -80,7 +81,7 @@ def test_a_float32_models_cache_may_be_bfloat16(path, compiled, monkeypatch):
     )
     requests = [Request(i, prompt, sampling) for i, prompt in enumerate(prompts((20, 65, 300)))]
     engines = [
-        LLM(model, EngineConfig(60_000_000, step_tokens=step, pool_pages=100, cache=cache), as_text)
+        EngineCore(model, EngineConfig(60_000_000, step_tokens=step, pool_pages=100, cache=cache), as_text)
         for step, cache in ((1024, KVCacheConfig()), (1024, half), (48, half))
     ]
     answers = [[result.token_ids for result in run(llm, requests)] for llm in engines]

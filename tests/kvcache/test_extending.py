@@ -33,7 +33,13 @@ def read_prompt(config: KVCacheConfig, keys: torch.Tensor, values: torch.Tensor)
     layout = CompressedLayout(NUM_LAYERS, NUM_KV_HEADS, DIM, 4, 4, config)
     blocks = BlockPool(layout.sequence_pages(NUM_TOKENS, new_tokens=1), layout.page_bytes, device=CPU)
     buffers = PrefillBufferPool(
-        1, NUM_LAYERS, NUM_KV_HEADS, layout.prefill_buffer_tokens, DIM, compensates=False, dtype=torch.float32
+        1,
+        NUM_LAYERS,
+        NUM_KV_HEADS,
+        layout.chunks.buffer_tokens(overlaps=False),
+        DIM,
+        compensates=False,
+        dtype=torch.float32,
     )
     cache = CompressedCache(Compressor(layout), torch.float32, blocks, blocks.num_blocks, buffers)
     scorer = get_scorer(config.scorer) if config.needs_scores else None

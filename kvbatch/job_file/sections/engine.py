@@ -17,15 +17,15 @@ class EngineSection(Section):
     memory_budget: str | float | int = "60%"
     """Memory for keys, values and workspace: `60%` or `0.6` of what is free, `4GiB`, or bytes."""
     step_tokens: Annotated[int, Field(ge=16)] = 1024
-    """Tokens computed at once."""
+    """The most tokens of one step of the model, prompts and answers together."""
     max_sequences: Count = 64
-    """Rows running at once."""
+    """The most sequences that run at once."""
     threads: Count | None = None
     """CPU threads; by default as many as torch takes, within the CPUs and the CPU quota of the process."""
     prompt_lookup: bool = True
-    """When few rows are left, guess what they copy, as long as that pays; never with `deterministic`."""
+    """Draft tokens by prompt lookup when few rows are left, as long as that is faster; never with `deterministic`."""
     deterministic: bool = False
-    """The same bytes whatever else runs, and however often the run was interrupted."""
+    """The same output bytes whichever rows run together, and however often the run was interrupted."""
 
     @field_validator("memory_budget")
     @classmethod

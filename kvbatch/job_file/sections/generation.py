@@ -17,7 +17,7 @@ class GenerationSection(Section):
     max_new_tokens: Count = 256
     """The most tokens of an answer."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """0 takes the likeliest token, always; otherwise logits are divided by it."""
+    """0 always takes the likeliest token; otherwise logits are divided by the temperature and a token is drawn."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Draw from the k likeliest tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -25,17 +25,17 @@ class GenerationSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Never draw a token less likely than this fraction of the likeliest."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Every row draws from a seed made of this one and its id."""
+    """Each row draws with a seed of its own, derived from this seed and the row's id."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; it is cut before them."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end an answer, besides the model's own."""
     ignore_eos: bool = False
-    """Let the model's own end tokens pass."""
+    """Go on after the model's own end tokens."""
     repetition_stop: bool = True
-    """End an answer that goes round in circles."""
+    """End an answer that repeats itself."""
     json_schema: Annotated[dict[str, Any] | None, WithJsonSchema(_SCHEMA_OR_PATH)] = None
-    """The answer is JSON of this schema, given here or as the path of a file."""
+    """The answer is JSON of this schema, given here or as the path of a file; by default answers are free text."""
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """The answer is one of these, which `{choices}` lists in the prompt."""
     chat_template_kwargs: dict[str, Any] = {}

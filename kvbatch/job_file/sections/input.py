@@ -20,22 +20,23 @@ class InputSection(Section):
     text_column: str = "text"
     """Column of the documents; a dotted path reaches into objects."""
     passthrough: Literal["all"] | tuple[str, ...] = ()
-    """Columns copied to the output and usable in the prompt; `all` for every one."""
+    """Columns copied to the output and usable in the prompt; `all` copies every column but the text."""
     where: str | None = None
-    """SQL condition on a row's columns; rows for which it does not hold are not read."""
+    """SQL condition on the columns of a row; rows that do not meet it are left out. By default all rows run."""
     limit: Count | None = None
-    """Read only the first rows."""
+    """Read only so many rows, the first ones; by default all."""
     max_row_bytes: Count = 1024**3
-    """A longer row is rejected, its neighbours run."""
+    """Bytes of a JSON line or a Parquet text; a longer row is rejected."""
     encoding_errors: Literal["reject", "replace"] = "reject"
-    """What becomes of a row with bytes that are not UTF-8: rejected, or they are replaced by U+FFFD."""
+    """Bytes that are not UTF-8: `reject` rejects their row, `replace` puts U+FFFD in their place."""
     on_bad_row: Literal["reject", "fail"] = "reject"
-    """What becomes of a row that cannot be read: rejected by name, or it ends the job before the model loads."""
+    """A row that cannot be read: `reject` writes it to the dead letters and goes on, `fail` ends the job before the
+    model loads."""
     on_bad_file: Literal["fail", "skip"] = "fail"
-    """What becomes of a file that cannot be read to its end: it ends the job before the model loads, or it is left out
-    as a whole and named."""
+    """A file that cannot be read to its end: `fail` ends the job before the model loads, `skip` leaves the whole file
+    out and names it."""
     incremental: bool = False
-    """Generate the rows that are new or changed, and reuse the answers of the others from the last run."""
+    """Run only rows that are new or changed, and reuse the answers of the last run for the others."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ class LimitsSection(Section):
     """What is too much: the outputs stay, but the run does not count as a success (exit 65)."""
 
     max_error_ratio: Ratio | None = None
-    """Rows without an answer, rejected ones too; by default not all of them."""
+    """The most rows without an answer, rejected ones too, as a share; by default a run fails only if all have none."""
     max_truncated_ratio: Ratio | None = None
-    """Rows whose document was cut to fit."""
+    """The most rows whose document was truncated, as a share; by default no limit."""
     max_cut_ratio: Ratio | None = None
-    """Answers that `generation.max_new_tokens` cut, or `generation.repetition_stop`."""
+    """The most answers that `generation.max_new_tokens` or `generation.repetition_stop` cut, as a share; by default no
+    limit."""
     row_retries: Annotated[int, Field(ge=0)] = 1
-    """Times a row that failed in the engine is tried again."""
+    """How often a row that failed in the engine is tried again."""

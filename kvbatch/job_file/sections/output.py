@@ -15,4 +15,4 @@ class OutputSection(Section):
     shard_rows: Count = 512
     """Input rows of one output file, fewer where they come to 64 MiB; also the rows packed together."""
     metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
-    """Prometheus textfile of the last run."""
+    """File for the figures of the last run, in the Prometheus text format; by default none."""

@@ -17,13 +17,15 @@ class PromptSection(Section):
     """What is asked, with `{text}` where the document goes; `{id}`, `{column}` and `{choices}` are filled too.
     Required, except with format `openai-batch`, whose rows ask for themselves."""
     system: str | None = None
-    """System turn before it."""
+    """The system message before the question; by default none."""
     chat: Literal["auto"] | bool = "auto"
     """Put the prompt into the tokenizer's chat template; `auto` where it has one."""
     questions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Several questions of one reading: each fills `{question}`, the template's last placeholder."""
+    """Several questions about one document, which is read once: each fills `{question}`, the template's last
+    placeholder."""
     clean: tuple[Cleaning, ...] = ()
-    """What is taken out of every document: `ansi`, `invisible`, `blobs`."""
+    """What is removed from every document: terminal sequences (`ansi`), invisible characters (`invisible`), long
+    encoded data (`blobs`)."""
 
     @field_validator("template", "system")
     @classmethod

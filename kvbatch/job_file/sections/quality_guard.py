@@ -11,8 +11,8 @@ class QualityGuardSection(Section):
     sample: Count = 20
     """Rows to compare, chosen by the job's seed."""
     max_nll_delta: float | None = 0.03
-    """By how much less likely the full cache may hold an answer's tokens, in nats a token."""
+    """The most that the answers' negative log-likelihood may rise, measured with the full cache, in nats a token."""
     min_top1_agreement: Ratio | None = None
-    """Of the first choices, token by token."""
+    """The least share of tokens for which both caches have the same likeliest token; by default no limit."""
     action: Literal["warn", "fail", "fallback_full"] = "warn"
-    """Beyond a limit: `warn` and go on, `fail` with exit 65, or run with the full cache (`fallback_full`)."""
+    """Beyond a limit: `warn` goes on, `fail` ends with exit code 65, `fallback_full` runs with the full cache."""
