@@ -228,7 +228,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(FILES)}; default all")
     parser.add_argument("--out", type=Path, default=Path("corpus"), help="directory to write to (corpus/)")
-    parser.add_argument("--size", choices=SIZES, default="full", help="small: four short documents of each kind")
+    parser.add_argument(
+        "--size", choices=SIZES, default="full", help="small: four short documents of each kind"
+    )
     parser.add_argument("--keep", action="store_true", help="leave a corpus that is there already as it is")
     options = parser.parse_args()
     unknown = set(options.kinds) - set(FILES)

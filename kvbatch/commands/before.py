@@ -84,8 +84,8 @@ def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_j
         raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
         progress.start("judging")
-        sample = QualitySample(opened, opened.plan_memory(), limits.sample, progress)
-        rows = sample.compare({"job": policy})
+        sampled = QualitySample(opened, opened.plan_memory(), limits.sample, progress)
+        rows = sampled.compare({"job": policy})
     verdict = judge(rows, limits)
     if as_json:
         print_json(asdict(verdict) | {"rows": rows})

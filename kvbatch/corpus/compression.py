@@ -10,9 +10,12 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 READ_BYTES = 1 << 17
 MAX_LAYERS = 4
@@ -32,6 +35,18 @@ class StreamError(Exception):
 
 class _Reader(Protocol):
     def read(self, num_bytes: int) -> bytes: ...
+
+
+class _Frame(Protocol):
+    """One gzip member, bz2 or xz stream, as bz2's and lzma's decompressors read it."""
+
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
 
 
 class _GzipFrame:
@@ -62,10 +77,10 @@ class _GzipFrame:
 class _FrameReader:
     """Unpack frame after frame (gzip members, bz2 and xz streams) until the source ends."""
 
-    def __init__(self, source: BinaryIO, codec: str, new_frame: Callable):
+    def __init__(self, source: BinaryIO, codec: str, new_frame: Callable[[], _Frame]):
         self._source, self._codec, self._new_frame = source, codec, new_frame
         self._padding = b"" if codec == "bzip2" else b"\0"
-        self._frame = None
+        self._frame: _Frame | None = None
         self._num_frames = 0
         self._pending = b""
 
@@ -77,25 +92,26 @@ class _FrameReader:
 
     def _read(self, num_bytes: int) -> bytes:
         while True:
-            if self._frame is None and not self._start_frame():
+            frame = self._frame or self._start_frame()
+            if frame is None:
                 return b""
             data, self._pending = self._pending, b""
-            if not data and self._frame.needs_input:
+            if not data and frame.needs_input:
                 data = self._source.read(READ_BYTES)
                 if not data:
                     raise StreamError(f"the {self._codec} data ends early: the file is truncated")
-            out = self._frame.decompress(data, num_bytes)
-            if self._frame.eof:
-                self._pending, self._frame = self._frame.unused_data, None
+            out = frame.decompress(data, num_bytes)
+            if frame.eof:
+                self._pending, self._frame = frame.unused_data, None
             if out:
                 return out
 
-    def _start_frame(self) -> bool:
-        """Open the next frame; zero bytes between gzip members or xz streams are padding."""
+    def _start_frame(self) -> _Frame | None:
+        """Open the next frame, if there is one; zero bytes between gzip members or xz streams are padding."""
         while not (data := self._pending.lstrip(self._padding)):
             self._pending = self._source.read(READ_BYTES)
             if not self._pending:
-                return False
+                return None
         if self._num_frames:
             while len(data) < MAGIC_BYTES and (more := self._source.read(READ_BYTES)):
                 data += more
@@ -105,7 +121,7 @@ class _FrameReader:
         self._pending = data
         self._frame = self._new_frame()
         self._num_frames += 1
-        return True
+        return self._frame
 
 
 class _ArrowReader:
@@ -148,13 +164,14 @@ class _Raw(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
         filled = 0
-        while filled < len(buffer):
-            data = self._reader.read(len(buffer) - filled)
+        while filled < len(view):
+            data = self._reader.read(len(view) - filled)
             if not data:
                 break
-            buffer[filled : filled + len(data)] = data
+            view[filled : filled + len(data)] = data
             filled += len(data)
         return filled
 
@@ -171,21 +188,25 @@ def codec_of(head: bytes) -> str | None:
 def _unpack(source: BinaryIO, codec: str) -> _Reader:
     if codec in ("zstd", "lz4"):
         return _ArrowReader(source, codec)
-    frames = {"gzip": _GzipFrame, "bzip2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+    frames: dict[str, Callable[[], _Frame]] = {
+        "gzip": _GzipFrame,
+        "bzip2": bz2.BZ2Decompressor,
+        "xz": lzma.LZMADecompressor,
+    }
     return _FrameReader(source, codec, frames[codec])
 
 
-def open_file(path: str, num_bytes: int | None = None) -> BinaryIO:
+def open_file(path: str, num_bytes: int | None = None) -> "io.BufferedReader[Any]":
     """Open a file, or its first bytes, as it is.
 
     Raises:
         OSError: it cannot be opened.
     """
-    stream = open(path, "rb", buffering=READ_BYTES)  # noqa: SIM115 (the caller closes it)
+    stream = io.BufferedReader(io.FileIO(path), READ_BYTES)  # the caller closes it
     return stream if num_bytes is None else _Layer(_Raw(_First(stream, num_bytes)), stream)
 
 
-def open_stream(path: str, num_bytes: int | None = None) -> tuple[BinaryIO, tuple[str, ...]]:
+def open_stream(path: str, num_bytes: int | None = None) -> "tuple[io.BufferedReader[Any], tuple[str, ...]]":
     """Open a file for reading with every layer of compression taken off.
 
     Args:

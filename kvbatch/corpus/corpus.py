@@ -1,6 +1,6 @@
 """The corpus of a job: its files checked up front, its rows as one stream; owns the order of rows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from functools import cached_property
 
@@ -144,7 +144,7 @@ class Corpus:
                 lines = [f"{len(lines)} problems with the input:", *(f"  {line}" for line in lines)]
             raise InputError(*lines)
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Generator[Document]:
         """Yield the rows of every file, in input order, rejected rows in their place.
 
         Raises:
@@ -210,8 +210,8 @@ class Corpus:
                     if problem.path == file.path:
                         raise InputError(f"{problem.path}: {problem.message}")
                 return  # it has no rows
-            fields = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
-            yield from read_parquet(file, self.spec, columns, self._filter, fields)
+            merged = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
+            yield from read_parquet(file, self.spec, columns, self._filter, merged)
             return
         reader = JsonlReader(file, self.spec, self._filter, fields)
         yield from reader.documents()

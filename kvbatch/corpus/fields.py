@@ -7,6 +7,7 @@ of every value. Nulls and missing fields are null and decide nothing.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
@@ -39,7 +40,7 @@ class FieldType:
     arrow: pa.DataType
     as_json: bool = False
 
-    def array(self, values: Iterable[object]) -> pa.Array:
+    def array(self, values: Iterable[Any]) -> pa.Array:
         """Build the array of a column."""
         convert = json_text if self.as_json else float if pa.types.is_floating(self.arrow) else None
         if convert is not None:

@@ -58,6 +58,7 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
         InputError: `where` cannot be used.
     """
     corpus = Corpus(spec)
+    problem: FileProblem | None
     # People see the kinds of all fields. Of Parquet the schema tells them, and a job need not be able to read them.
     records = corpus if as_json else Corpus(replace(spec, passthrough="all"))
     refused = {problem.path: problem for problem in corpus.problems()}
@@ -83,8 +84,8 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
     summary = {"rows": totals.num_rows, "rejected": num_rejected, "fatal": len(fatal)}
     skipped = corpus.skipped
     if as_json:
-        more = {"skipped_files": len(skipped), "skipped": by_reason(skipped)} if skipped else {}
-        print(json.dumps({"summary": summary | more}), file=out)
+        counts = {"skipped_files": len(skipped), "skipped": by_reason(skipped)} if skipped else {}
+        print(json.dumps({"summary": summary | counts}), file=out)
     else:
         more = f", {len(skipped):,} skipped" if skipped else ""
         print(
@@ -132,12 +133,13 @@ def _first(documents: Iterator[Document], limit: int | None) -> Iterator[Documen
 
 def _row_object(document: Document) -> dict:
     row_id = document.row_id
+    shown_id: str | int | float | None = row_id
     if isinstance(row_id, NumberText) and repr(float(row_id)) == row_id:
-        row_id = float(row_id)  # the same digits, and a number as in the input
+        shown_id = float(row_id)  # the same digits, and a number as in the input
     return {
         "file": document.file,
         "row": document.row,
-        "row_id": row_id,
+        "row_id": shown_id,
         "status": document.status,
         "chars": document.chars,
         "sha1": document.sha1,
@@ -149,7 +151,7 @@ def _show_problem(problem: FileProblem, as_json: bool, out: TextIO) -> None:
     if not as_json:
         print(f"{escaped(problem.path)}\n  cannot be read: {escaped(problem.message)}\n", file=out)
         return
-    row = dict.fromkeys(("file", "row", "row_id", "status", "chars", "sha1", "error"))
+    row: dict[str, str | None] = dict.fromkeys(("file", "row", "row_id", "status", "chars", "sha1", "error"))
     row.update(file=problem.path, status="fatal", error=problem.message)
     print(json.dumps(row), file=out)
 
@@ -173,7 +175,7 @@ def _show_view(file: SourceFile, view: _FileView, columns: list[str], out: TextI
     names = escaped(", ".join(columns)) or "none"
     print(f"  {'columns' if file.format == 'parquet' else 'other fields'}: {names}", file=out)
     for document in view.first_rows:
-        shown = " ".join(document.text.split())
+        shown = " ".join((document.text or "").split())
         shown = shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + "…"
         print(f"  {document.row:>6}  {escaped(str(document.row_id))}  {shown!r}", file=out)
     for document in view.first_rejects:

@@ -132,7 +132,8 @@ class JsonlReader:
             del line
             if row.may_hold_surrogates and self.spec.encoding_errors == "replace":
                 text, row.may_hold_surrogates = replace_lone_surrogates(text), False
-            row.record = parse_record(text, repeated := [])
+            repeated: list[str] = []
+            row.record = parse_record(text, repeated)
             for key in dict.fromkeys(repeated):
                 if key in self._repeated or len(self._repeated) < MAX_NAMED_KEYS:
                     first, count = self._repeated.get(key, (row.number, 0))
@@ -164,13 +165,14 @@ class JsonlReader:
         yield from self._select(batch)
 
     def _select(self, batch: list[_Row]) -> Iterator[_Row]:
+        assert self._filter is not None
         for row in batch:
             if row.record is not None and row.may_hold_surrogates:
                 judged = [find_field(row.record, name)[1] for name in self._filter.columns]
                 if has_lone_surrogate(judged):
                     reason = "a lone surrogate in a column of `where` cannot be UTF-8"
                     row.error = BadRecord("bad_unicode", reason)
-        answers = iter(self._filter.keep_records([row.record for row in batch if row.error is None]))
+        answers = iter(self._filter.keep_records([row.record or {} for row in batch if row.error is None]))
         for row in batch:
             answer = row.error is not None or next(answers)
             if isinstance(answer, str):
@@ -190,7 +192,7 @@ class JsonlReader:
             row_id = id_from_json(id_value)
             error = error or self._judge(has_text, text)
             if self.spec.is_openai_batch and error is None:
-                error = _request_problem(row.record, text)
+                error = _request_problem(row.record, str(text))
             values = self._values(row.record)
             if row.may_hold_surrogates:
                 for what in ("text", text), ("id", row_id), ("passthrough columns", values.record):

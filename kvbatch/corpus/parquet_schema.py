@@ -115,12 +115,10 @@ def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> P
             schema = schema.append(pa.field(name, pa.string()))
         text = _find(source, schema, spec.text_name)
         id_ = _find(source, schema, spec.id_name)
-        for column, role in ((text, "text"), (id_, "id")):
-            name = spec.text_name if role == "text" else spec.id_name
-            if column is None and (role == "text" or spec.id_column):
-                raise InputError(
-                    f"{source.path}: there is no {role} column {name!r}; the file has {_names(schema)}"
-                )
+        if text is None:
+            raise _missing(source, schema, "text", spec.text_name)
+        if id_ is None and spec.id_column:
+            raise _missing(source, schema, "id", spec.id_name)
         if not _is_text(text.field.type):
             raise InputError(
                 f"{source.path}: the text column {text.name!r} has type {text.field.type}, not text"
@@ -140,8 +138,9 @@ def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> P
     return columns
 
 
-def _names(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:30])
+def _missing(source: SourceFile, schema: pa.Schema, role: str, name: str) -> InputError:
+    names = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:30])
+    return InputError(f"{source.path}: there is no {role} column {name!r}; the file has {names}")
 
 
 def _passthrough(source: SourceFile, schema: pa.Schema, spec: InputSpec) -> tuple[Column, ...]:
@@ -149,7 +148,7 @@ def _passthrough(source: SourceFile, schema: pa.Schema, spec: InputSpec) -> tupl
         return _present(source, schema, spec.passthrough)
     hidden = (spec.id_name, spec.text_name)
     names = [name for name in schema.names if name not in hidden and not PANDAS_INDEX.fullmatch(name)]
-    return tuple(_find(source, schema, name) for name in names)
+    return _present(source, schema, names)
 
 
 def _present(source: SourceFile, schema: pa.Schema, names: Sequence[str]) -> tuple[Column, ...]:

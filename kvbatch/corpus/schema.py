@@ -13,6 +13,7 @@ from kvbatch.corpus.discovery import FileProblem
 from kvbatch.corpus.document import Document
 from kvbatch.corpus.fields import FieldType, FieldTypes
 from kvbatch.corpus.json_values import INT64_RANGE
+from kvbatch.corpus.parquet import ArrowRow
 from kvbatch.corpus.parquet_schema import ParquetColumns, storage_type
 from kvbatch.corpus.spec import InputSpec, is_reserved
 from kvbatch.corpus.types import TypeClash, widen, widened
@@ -45,7 +46,7 @@ def merge_parquet(files: Mapping[str, ParquetColumns]) -> ParquetSchema:
                 fields[column.name] = new if old is None else old.with_type(widen(old.type, new.type))
                 origins.setdefault(column.name, path)
             except TypeClash:
-                first = f"{old.type} in {origins[column.name]}"
+                first = f"{fields[column.name].type} in {origins[column.name]}"
                 problems.append(FileProblem(path, f"column {column.name!r} is {new.type} here and {first}"))
         if columns.id is None or kind.is_null(columns.id.field.type):
             continue
@@ -134,24 +135,23 @@ class OutputSchema:
         return pa.chunked_array(chunks, wanted.type)
 
     def _run(self, wanted: pa.Field, run: list[Document]) -> pa.Array:
-        batch = getattr(run[0].values, "batch", None)
-        if batch is None:
+        first = run[0].values
+        if not isinstance(first, ArrowRow):
             records = [getattr(document.values, "record", {}) for document in run]
             field_type = FieldType(wanted.type, wanted.name in self.json_fields)
             return field_type.array([record.get(wanted.name) for record in records])
-        position = batch.schema.get_field_index(wanted.name)
+        position = first.batch.schema.get_field_index(wanted.name)
         if position < 0:
             return pa.nulls(len(run), wanted.type)
-        array = batch.column(position).slice(run[0].values.position, len(run))
+        array = first.batch.column(position).slice(first.position, len(run))
         return widened(array, wanted.type)
 
 
 def _continues(documents: list[Document], start: int, end: int) -> bool:
     first, last, new = (documents[position].values for position in (start, end - 1, end))
-    batch = getattr(first, "batch", None)
-    if batch is None:
-        return getattr(new, "batch", None) is None
-    return getattr(new, "batch", None) is batch and new.position == last.position + 1
+    if not isinstance(new, ArrowRow) or not isinstance(last, ArrowRow):
+        return not isinstance(new, ArrowRow) and not isinstance(first, ArrowRow)
+    return new.batch is last.batch and new.position == last.position + 1
 
 
 def reserved_column(name: str) -> InputError:

@@ -50,7 +50,7 @@ WIDE_MARKS = (
     (b"\xff\xfe", "UTF-16LE"),
     (b"\xfe\xff", "UTF-16BE"),
 )
-WIDE_ZEROS = {
+WIDE_ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, True, True): "UTF-32LE",
     (True, True, True, False): "UTF-32BE",
     (False, True, False, True): "UTF-16LE",

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -10,6 +11,9 @@ from kvbatch.corpus.json_values import INT64_RANGE, NumberText, find_field, json
 from kvbatch.corpus.parquet_schema import Column
 from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 class ConditionError(InputError):
@@ -47,7 +51,7 @@ class RowFilter:
         if not is_by_row:
             raise self._error("it looks at more than one row; only conditions on single rows are possible")
 
-    def keep_batch(self, batch: pa.RecordBatch, columns: Sequence[Column], path: str) -> list[bool | str]:
+    def keep_batch(self, batch: pa.RecordBatch, columns: Sequence[Column], path: str) -> Sequence[bool | str]:
         """Tell for every row of a batch whether it is selected, or why that cannot be told of it.
 
         Columns that the file lacks are null.
@@ -61,7 +65,7 @@ class RowFilter:
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            answers = self._judge(self._polars.from_arrow(pa.table(arrays, list(self.columns))))
+            answers = self._judge(self._polars.DataFrame(pa.table(arrays, list(self.columns))))
         except self._failures as error:
             raise self._error(f"{path}: {_first_line(error)}") from error
         self.num_left_out += answers.count(False)
@@ -97,7 +101,7 @@ class RowFilter:
         self.num_left_out += kept.count(False)
         return kept
 
-    def _judge(self, frame) -> list[bool | str]:
+    def _judge(self, frame: "pl.DataFrame") -> Sequence[bool | str]:
         """Judge rows; LIKE wants text, and a column without any value may be meant as one."""
         nulls = [name for name, dtype in frame.schema.items() if dtype == self._polars.Null]
         try:
@@ -108,7 +112,7 @@ class RowFilter:
                     return self._keep_rows(frame.cast(dict.fromkeys(texts, self._polars.String)))
             raise
 
-    def _keep_rows(self, frame) -> list[bool | str]:
+    def _keep_rows(self, frame: "pl.DataFrame") -> Sequence[bool | str]:
         """Judge rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""
         try:
             return self._keep(frame)
@@ -122,7 +126,7 @@ class RowFilter:
                 answers.append(_without_value(error))
         return answers
 
-    def _keep(self, frame) -> list[bool]:
+    def _keep(self, frame: "pl.DataFrame") -> list[bool]:
         result = frame.select(self._expression.alias("keep"))["keep"]
         if result.dtype not in (self._polars.Boolean, self._polars.Null):
             raise self._error(f"it gives {result.dtype}, not a boolean")
@@ -132,7 +136,7 @@ class RowFilter:
         return ConditionError(f"input.where = {self.condition!r}: {reason}")
 
 
-def _is_by_row(expression) -> bool:
+def _is_by_row(expression: "pl.Expr") -> bool:
     """Tell whether no part of an expression needs other rows (polars looks at the outermost part only)."""
     meta = expression.meta
     return meta.is_row_separable() and all(map(_is_by_row, meta.pop()))

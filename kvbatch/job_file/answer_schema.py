@@ -16,7 +16,7 @@ from typing import Any
 from kvbatch.errors import missing_extra
 
 # JSON as most of it is written, with one space; free white space would let a small model write nothing else.
-WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _MOST_DIGITS = 4000  # of an integer that Python reads from text
 _FAR = 10**15  # an exponent beyond is as good as this one: no schema's number comes near it
@@ -52,7 +52,8 @@ def check_schema(schema: dict[str, Any]) -> None:
     formats.checks("regex", raises=ValueError)(_check_pattern)
     try:
         json.dumps(schema, allow_nan=False)
-        jsonschema.validators.validator_for(schema).check_schema(schema, format_checker=formats)
+        validator: Any = jsonschema.validators.validator_for(schema)  # its protocol has no format_checker
+        validator.check_schema(schema, format_checker=formats)
     except jsonschema.SchemaError as error:
         if isinstance(error.cause, _UnsupportedPattern):
             raise ValueError(f"{error.json_path}: {error.cause}") from error

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbatch.errors import JobFileError
-from kvbatch.job_file.yaml_source import Source, read_source
+from kvbatch.job_file.yaml_source import KeyPath, Source, read_source
 
 KEY = "extends"
 DESCRIPTION = (
@@ -46,7 +46,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Source:
 def _over(base: Source, source: Source) -> Source:
     """Put a job file over the one that it extends, section by section and key by key, places included."""
     data: dict[str, Any] = dict(base.data)
-    replaced = set()  # (section,) or (section, key)
+    replaced: set[tuple[str, ...]] = set()  # (section,) or (section, key)
     for name, value in source.data.items():
         if isinstance(value, dict) and isinstance(data.get(name), dict):
             data[name] = data[name] | value
@@ -54,10 +54,12 @@ def _over(base: Source, source: Source) -> Source:
         else:
             data[name] = value
             replaced.add((name,))
-    kept, texts = (
-        {key: found for key, found in of.items() if key[:1] not in replaced and key[:2] not in replaced}
-        for of in (base.lines, base.texts)
-    )
+
+    def stays(key: KeyPath) -> bool:
+        return key[:1] not in replaced and key[:2] not in replaced
+
+    kept = {key: line for key, line in base.lines.items() if stays(key)}
+    texts = {key: text for key, text in base.texts.items() if stays(key)}
     files = {key: base.files.get(key, base.path) for key in kept if key not in source.lines}
     return Source(
         source.path, data, kept | source.lines, files=files | source.files, texts=texts | source.texts

@@ -162,11 +162,11 @@ def _real_key(data: Any, loc: Sequence[str | int]) -> KeyPath:
     """Cut pydantic's location to the part that exists in the file: it adds the branches of unions."""
     key: list[str | int] = []
     for part in loc:
-        if isinstance(data, dict) and part in data or isinstance(data, list) and isinstance(part, int):
-            data = data[part]
-            key.append(part)
-        else:
+        is_item = isinstance(data, list) and isinstance(part, int)
+        if not is_item and not (isinstance(data, dict) and part in data):
             break
+        data = data[part]
+        key.append(part)
     return tuple(key)
 
 

@@ -39,6 +39,7 @@ def parse_template(template: str, values: Mapping[str, str] | None = None) -> li
         parsed = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"{error}; write {{{{ and }}}} for braces that are meant literally") from error
+    values = values or {}
     for text, name, spec, conversion in parsed:
         add(text)
         if name is None:
@@ -49,7 +50,7 @@ def parse_template(template: str, values: Mapping[str, str] | None = None) -> li
                 f"{{{shown}}} is not a placeholder; write {{text}}, {{id}} or {{column}}, "
                 "and double the braces that are meant literally"
             )
-        if name in (values or {}):
+        if name in values:
             add(values[name])
         else:
             pieces.append(Piece(name, is_placeholder=True))

@@ -54,7 +54,7 @@ class PromptBuilder:
         self._clean, self._values = prompt.clean, values or {}
         is_chat = uses_chat(tokenizer, prompt)
         self._chat = (chat or ChatTemplate(tokenizer)) if is_chat else None
-        pieces = render_chat(self._chat, prompt, self._values) if is_chat else self._parse(prompt)
+        pieces = render_chat(self._chat, prompt, self._values) if self._chat else self._parse(prompt)
         head = ""
         if pieces and not pieces[0].is_placeholder:
             head = pieces.pop(0).text
@@ -67,12 +67,12 @@ class PromptBuilder:
         self._tails: list[list[int]] = []
         if questions:
             place = self._rest.index("question")
-            after = [token for part in self._rest[place + 1 :] for token in part]
-            self._tails = [question + after for question in questions]
+            after = [token for part in self._rest[place + 1 :] if isinstance(part, list) for token in part]
+            self._tails = [[*question, *after] for question in questions]
             del self._rest[place:]
         if len(questions) == 1:  # nothing to share
             self._rest.append(self._tails.pop())
-        written = parse_template(prompt.template, self._values)
+        written = parse_template(prompt.template or "", self._values)
         asks_after = questions or (not written[-1].is_placeholder and written[-1].text.strip())
         before = "" if asks_after or written[0].is_placeholder else written[0].text.strip()
         self._question_before: list[int] = self.tokens.markup(before) if before else []
@@ -112,7 +112,7 @@ class PromptBuilder:
 
     def _parse(self, prompt: PromptSection) -> list[Piece]:
         system = f"{prompt.system}\n\n" if prompt.system else ""
-        return parse_template(system + prompt.template, self._values)
+        return parse_template(system + (prompt.template or ""), self._values)
 
     @property
     def tail_tokens(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class PromptBuilder:
         """Return the tokens of a foreign text."""
         return len(self.encode(text))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of a foreign text."""
         return self.tokens.documents([text])[0]
 
@@ -140,9 +140,9 @@ class PromptBuilder:
         values = (_value(document, part) for part in self._rest if isinstance(part, str) and part != "text")
         return self.num_static_tokens + sum(self.count(value) for value in values if value)
 
-    def build_around(self, document: PromptDocument, text_ids: list[int]) -> Prompt:
+    def build_around(self, document: PromptDocument, text_ids: Sequence[int]) -> Prompt:
         """Build a prompt with these tokens in the place of the document's text, without a limit."""
-        filled = []
+        filled: list[Sequence[int]] = []
         for name in (part for part in self._rest if isinstance(part, str)):
             value = "" if name == "text" else _value(document, name)
             if value is None:
@@ -213,7 +213,7 @@ class PromptBuilder:
             return replace(prompt, dropped_tokens=dropped, truncation_side=side, outcome="truncated")
         return prompt
 
-    def _fill(self, filled: Iterable[list[int]]) -> Prompt:
+    def _fill(self, filled: Iterable[Sequence[int]]) -> Prompt:
         ids = list(self.prefix_ids)
         values = iter(filled)
         for part in self._rest:

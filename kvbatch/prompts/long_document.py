@@ -51,7 +51,7 @@ class LongDocuments:
         self._answer_tokens = job.generation.max_new_tokens
         self.max_prompt_tokens = max_prompt_tokens
         if self._section.on_too_long == "split":
-            self._prepare_split(job.prompt.template)
+            self._prepare_split(job.prompt.template or "")
         elif self._section.on_too_long == "stream":
             policy = job.cache.policy
             newest = (policy.delay + 2) * policy.chunk_size + MAX_PROBE_TOKENS

@@ -37,7 +37,7 @@ def render_chat(chat: ChatTemplate, prompt: PromptSection, values: Mapping[str, 
         return text
 
     messages = [{"role": "system", "content": marked(prompt.system)}] if prompt.system is not None else []
-    messages.append({"role": "user", "content": marked(prompt.template)})
+    messages.append({"role": "user", "content": marked(prompt.template or "")})
     try:
         rendered = chat.render(messages)
     except (

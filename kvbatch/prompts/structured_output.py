@@ -40,8 +40,9 @@ class AnswerForm:
             grammar = f'start: " "? ({" | ".join(map(_lark_string, self._choices))})'
             grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
         else:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(generation.json_schema, overrides=WRITTEN)
-            self._validator = SchemaValidator(generation.json_schema)
+            schema = generation.json_schema or {}
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=WRITTEN)
+            self._validator = SchemaValidator(schema)
         self._vocab_size = model.config.vocab_size  # may be more than the tokenizer knows
         ends = {*model.config.eos_token_ids, model.tokenizer.eos_token_id} - {None}
         tokens = llguidance.LLTokenizer(

@@ -95,7 +95,7 @@ class PieceTokenizer:
             found.append(ids if self.control_ids.isdisjoint(ids) else self.document_with_ends(text)[0])
         return found
 
-    def document_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[bool]]:
+    def document_with_ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
         """Tokenize one foreign text.
 
         Returns:

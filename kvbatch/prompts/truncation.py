@@ -6,7 +6,7 @@ from kvbatch.prompts.prompt import TruncationSide
 
 
 def truncate(
-    token_ids: Sequence[int], may_cut: Sequence[bool], room_tokens: int, side: TruncationSide
+    token_ids: Sequence[int], may_cut: Sequence[int], room_tokens: int, side: TruncationSide
 ) -> list[int]:
     """Return at most `room_tokens` of a document's tokens, none of which is half a character.
 

@@ -71,18 +71,6 @@ class LaneFigures(TypedDict):
     kv_layers: list[LayerFigures]
 
 
-class QualityFigures(TypedDict):
-    """What the quality guard found on its sampled rows; None where no row could be compared."""
-
-    num_rows: int
-    num_failed: int
-    nll_delta: float | None  # nats a token
-    kl: float | None  # nats a token
-    top1_agreement: float | None
-    kv_kept_ratio: float | None
-    problems: list[str]
-
-
 class Measures(TypedDict, total=False):
     """What a session measured; a run that did not come to its end has none of it."""
 
@@ -126,7 +114,7 @@ class Summary(Counts, LaneFigures, Measures, total=False):
     skipped_files: int
     skipped: list[dict[str, Any]]  # groups of `corpus.skipped.by_reason`
     kv_kept_ratio: float | None
-    quality: QualityFigures | None
+    quality: dict[str, Any] | None  # the fields of `estimate.quality.Verdict`
     advice: str | None  # what to do about answers that were cut
     next_command: str | None  # by which a run that did not come to its end goes on
     tokens_per_s: float | None
@@ -199,7 +187,7 @@ def summarise(
         **counts,
         **_lane_figures(run),
         "kv_kept_ratio": counts["kv_kept_bytes"] / full_bytes if full_bytes else None,
-        "quality": cast("QualityFigures | None", manifest.quality),
+        "quality": manifest.quality,
         "advice": cut_advice(run, manifest, counts),
         "next_command": None if measured else continuation(run, manifest),
         "tokens_per_s": done / seconds if seconds else None,

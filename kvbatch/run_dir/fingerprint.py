@@ -100,8 +100,7 @@ def hash_files(
             continue
         try:
             with open_file(file.path, file.num_bytes) as stream:
-                # typeshed asks for readinto, which every stream of open_file has
-                found[file.label] = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+                found[file.label] = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise InputError(f"{file.path} cannot be read: {error.strerror}") from error
     return found
