@@ -67,6 +67,15 @@ def test_files_are_there(page):
         assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), f"{name(page)} names {path}"
 
 
+@all_pages
+def test_options_of_scripts_are_there(page):
+    shown = "\n".join([*blocks(page, "bash"), *blocks(page, "")]).replace("\\\n", " ")
+    for script, arguments in re.findall(r"(scripts/\w+\.py)(.*)", shown):
+        known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / script).read_text()))
+        wrong = set(re.findall(r"--[a-z][a-z-]*", arguments)) - known
+        assert not wrong, f"{name(page)}: {script} has no {', '.join(sorted(wrong))}"
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a page's headings have on GitHub."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
