@@ -1,4 +1,4 @@
-"""The cheapest cache that a corpus bears: presets, keep ratios and bits, compared on sampled rows."""
+"""The smallest cache that keeps a corpus' quality limits: presets, keep ratios and bits, compared on sampled rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Candidate:
 def tune(
     opened: "OpenedJob", memory: "MemoryPlan", limits: QualityGuardSection, progress: "Progress"
 ) -> list[Candidate]:
-    """Compare all candidates on a sample; return them, dearest first.
+    """Compare all candidates on a sample; return them by bytes, most first.
 
     Raises:
         KvbatchError: As `QualitySample`.

@@ -90,7 +90,7 @@ class Planner:
         """Plan all documents into `plan.parquet` and `stats/bins.parquet`.
 
         Args:
-            on_rows: told the rows and prompt tokens of each batch.
+            on_rows: called with the rows and prompt tokens of each batch.
 
         Raises:
             OutputError: The run directory cannot be written.

@@ -1,4 +1,4 @@
-"""Whether a cache preset is worth it: what it takes for a corpus' prompts, beside the full cache and other presets."""
+"""Whether a cache preset saves memory on a corpus: its bytes per prompt against the full cache and other presets."""
 
 import heapq
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class UniqueIds:
-    """Remember hashes of 64 bits: among a million ids, one is taken for another with a chance of 3e-8.
+    """Keep hashes of 64 bits: among a million ids, one is taken for another with a chance of 3e-8.
 
     They lie in sorted arrays of falling length, two of which are merged when the newer one is as long.
     """

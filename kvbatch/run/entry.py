@@ -83,7 +83,7 @@ def run_job(
         new_run: begin anew in any case.
         resume: go on with this run and no other.
         reuse: begin anew with these rows of earlier runs; as `input.incremental` says by default.
-        caller: how the job was started, and who is told of it.
+        caller: how the job was started, and where its progress goes.
         stream: where progress is shown, stderr by default.
         make_llm: makes the engine of a model; by default its weights are loaded.
 

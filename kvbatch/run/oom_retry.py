@@ -1,7 +1,7 @@
 """What is done when memory runs out though the plan said it would not: another process took it, or a step needs more.
 
 The rows that ran at that moment are redone, on one rung after the other, until they fit: a step of fewer tokens, half
-as many rows, one row alone. A row that does not fit alone is given up. Rows after them begin with all there is again.
+as many rows, one row alone. A row that does not fit alone becomes a dead letter; rows after it start at full size.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ class OomRetry:
     """Generate, and climb the rungs where memory runs out.
 
     Args:
-        on_step: told the rung and the rows it is for.
+        on_step: called with each step taken and its rows.
     """
 
     def __init__(self, llm: "EngineCore", on_step: Callable[[str, Sequence[Request]], None]):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def restore_files(run: RunDirectory, job: Job, note: Callable[[str], None]) -> None:
-    """Write the run's job again, and forget measurements that cannot be made again, where they are damaged.
+    """Write the run's job again, and drop damaged measurements, which cannot be made again.
 
     Raises:
         OutputError: The run directory cannot be written.

@@ -69,7 +69,7 @@ class RunSession:
     load: "Callable[[ModelHandle, EngineConfig], EngineCore]"
 
     def prepare(self, run: RunDirectory, log: RunLog) -> Prepared:
-        """Measure the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
+        """Run the quality guard, if the job has one, and plan the run, or read its plan and what of it is done.
 
         Raises:
             KvbatchError: The run is refused; as `run_job`.

@@ -27,7 +27,7 @@ class OpenShard:
 
     Args:
         number: of the shard.
-        documents: the window's rows, read again; a text that is not needed any more is let go.
+        documents: the window's rows, read again; a text is dropped once it is not needed.
         rows: the same rows in the plan.
         job_seed: what each row's seed is made from.
         common: output columns that all rows of the run share.
@@ -61,7 +61,7 @@ class OpenShard:
         for place, row in enumerate(self.rows):
             done = self.finished.get(place, {"kvb_status": "ok"} if row.status == "reused" else {})
             if done.get("kvb_status") == "ok":
-                self._forget_text(place)
+                self._drop_text(place)
         left = (i for i, row in enumerate(self.rows) if row.status == "ok" and i not in self.finished)
         self.running = sorted(left, key=self._order)
         self._num_left = len(self.running)
@@ -99,11 +99,11 @@ class OpenShard:
         columns["kvb_oom_steps"] = ",".join(oom_steps) or None
         self.finished[place] = self._planned(place) | columns
         if self.finished[place]["kvb_status"] == "ok":
-            self._forget_text(place)
+            self._drop_text(place)
         self._num_left -= 1
         return self.finished[place]
 
-    def _forget_text(self, place: int) -> None:
+    def _drop_text(self, place: int) -> None:
         """Let the text of a row go that has its answer; others are copied to the dead letters."""
         self.documents[place] = replace(self.documents[place], text=None)
 
@@ -169,7 +169,7 @@ def _planned_columns(row: PlanRow) -> dict[str, Any]:
 
 
 def _validated(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]:
-    """Return an answer to one of several questions, held against the form that the job asks for."""
+    """Return an answer to one of several questions, validated against the job's answer form."""
     if answer["status"] == "error" or form is None:
         return answer
     columns = form.validate(answer["output"])

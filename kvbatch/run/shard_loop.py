@@ -71,7 +71,7 @@ class ShardLoop:
         requests = self._with_arisen(drained_before(self._requests(plan), RequestKey(plan.peak_row)))
         try:
             if self._llm is None:
-                assert not any(requests), "a row wants to run, but the plan has none"
+                assert not any(requests), "a row is ready to run, but the plan has none"
             else:
                 for result, oom_steps in OomRetry(self._llm, self._note_oom).generate(requests):
                     self._finish(result, oom_steps)

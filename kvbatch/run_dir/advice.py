@@ -35,7 +35,7 @@ def run_command(manifest: Manifest) -> str:
 
 
 def continuation(run: RunDirectory, manifest: Manifest) -> str:
-    """Return the command by which a stopped run goes on.
+    """Return the command that continues a stopped run.
 
     The input of an incremental job is another one by the next start: its run begins anew and takes over what there is.
     """

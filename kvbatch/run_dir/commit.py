@@ -102,7 +102,7 @@ def checked_shards(run: RunDirectory) -> Iterator[Path]:
     """Yield the file of every shard that has to count, in order.
 
     Raises:
-        Damaged: One of them does not count; what is seen without reading them all is told before the first.
+        Damaged: One of them does not count; what shows without reading them all is raised before the first.
     """
     numbers = expected_shards(run)
     for number in numbers:
@@ -192,7 +192,7 @@ def finished_rows(
 
     Args:
         names: the output columns that are wanted, all by default; there may be more.
-        on_damage: told of each shard that has to count and does not.
+        on_damage: called with each shard that should be whole and is not.
 
     Raises:
         InputError: Manifest or plan cannot be read.

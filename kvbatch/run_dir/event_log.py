@@ -47,7 +47,7 @@ class RunLog:
         """Write an exception; the message of a foreign one may quote a document and is left out."""
         frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
         message = str(error) if isinstance(error, KvbatchError) else None
-        with suppress(OutputError):  # a full disk is a failure that is told on the terminal alone
+        with suppress(OutputError):  # a full disk is reported on the terminal only
             self.event("failed", kind=type(error).__name__, message=message, frames=frames)
 
     def close(self) -> None:

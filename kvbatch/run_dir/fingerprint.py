@@ -56,7 +56,7 @@ class Fingerprint:
 def job_fingerprint(job: Job) -> Fingerprint:
     """Return the keys of a job file, of values from the environment a keyed hash.
 
-    To be deterministic, all that the engine is told decides the output.
+    In a deterministic job every engine setting decides the output.
     """
     values = _flat(job.model_dump(mode="json", exclude={"version", "name", "cache"}))
     values |= {

@@ -50,7 +50,7 @@ OUTPUT_FIELDS = [
     pa.field("kvb_kv_kept_ratio", pa.float64()),
     pa.field("kvb_prefill_s", pa.float64()),  # the row's own share of compute
     pa.field("kvb_decode_s", pa.float64()),
-    pa.field("kvb_wait_s", pa.float64()),  # the rest of the time that its requests were in the engine
+    pa.field("kvb_wait_s", pa.float64()),  # the time its requests were in the engine less the two before
     pa.field("kvb_input_file", pa.string()),  # path of the file that the row was read from
     pa.field("kvb_shard", pa.int32()),
     pa.field("kvb_bin", pa.int32()),

@@ -147,7 +147,7 @@ def _has_same_rows(manifest: Manifest, job: Job, corpus: Corpus) -> bool:
     if [*before] != [file["path"] for file in now]:
         return False
     changed = [file for file, facts in zip(corpus.files, now, strict=True) if before[file.path] != facts]
-    if changed and job.input.limit is not None:  # which rows of a file count hangs on the files before it
+    if changed and job.input.limit is not None:  # which rows of a file count depends on the files before it
         return False
     corpus.check()
     for file in changed:

@@ -25,6 +25,6 @@ def prompt_content(document: "Document", columns: Sequence[str]) -> str | None:
 
 
 def row_line(document: "Document") -> bytes:
-    """Return what a row adds to the hash of its file: all of it that the output shows or hangs on."""
+    """Return what a row adds to the hash of its file: all of it that the output shows or depends on."""
     values = json.dumps(list(document.columns.items()))
     return f"{document.row_id}\0{document.sha1}\0{values}\n".encode()

@@ -1,6 +1,7 @@
 """Whether a run directory still holds what was written: what is missing or changed, and how it is repaired.
 
-Log and heartbeat decide nothing, the page is made from the rest: none of them is looked at.
+The log, the heartbeat and the page are not checked: nothing is computed from the first two, and the page is made
+from files that are.
 """
 
 import re

@@ -16,7 +16,7 @@ def enter_working_directory(run: RunDirectory) -> tuple[RunDirectory, str | None
     it began now.
 
     Returns:
-        The run by a path that holds here, and what is worth knowing of a directory that is gone.
+        The run by a path that holds here, and a note if its directory is gone.
 
     Raises:
         InputError: The manifest cannot be read.
