@@ -73,7 +73,7 @@ def plan(
 @guarded
 def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_json: bool) -> int:
     """Compare the cache of JOB_FILE with the full one, on a sample of its rows; exit 65 over a limit."""
-    from kvbatch.estimate.quality import QualitySample, judge
+    from kvbatch.estimate.quality import QualitySample, assess
     from kvbatch.job_file.load import load_job
     from kvbatch.opened_job import opened_job
     from kvbatch.signals import stop_on_signals
@@ -83,10 +83,10 @@ def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_j
     if not policy.compresses:
         raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
-        progress.start("judging")
+        progress.start("comparing")
         sampled = QualitySample(opened, opened.plan_memory(), limits.sample, progress)
         rows = sampled.compare({"job": policy})
-    verdict = judge(rows, limits)
+    verdict = assess(rows, limits)
     if as_json:
         print_json(asdict(verdict) | {"rows": rows})
     else:
@@ -123,7 +123,7 @@ def tune(
     job = load_job(job_file, overrides)
     limits = _limits(job, **given)
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
-        progress.start("judging")
+        progress.start("comparing")
         found = tune.tune(opened, opened.plan_memory(), limits, progress)
     if plot_file:
         tune.plot(found, plot_file)

@@ -76,7 +76,7 @@ def parse_record(text: str, repeated: MutableSequence[str]) -> dict:
 
 
 def _check_depth(record: dict) -> None:
-    """Refuse what would be too deep to be written as text; a rule of its own, so that every pass judges alike."""
+    """Refuse what would be too deep to be written as text; a rule of its own, so that every pass decides alike."""
     level: list[object] = [record]
     for _ in range(MAX_DEPTH + 1):
         level = [

@@ -153,7 +153,7 @@ class JsonlReader:
         return row
 
     def _filtered(self, rows: Iterator[_Row]) -> Iterator[_Row]:
-        """Drop the records that `where` does not select; what cannot be judged stays."""
+        """Drop the records that `where` does not select; a row that cannot be evaluated stays."""
         batch: list[_Row] = []
         num_bytes = 0
         for row in rows:
@@ -168,8 +168,8 @@ class JsonlReader:
         assert self._filter is not None
         for row in batch:
             if row.record is not None and row.may_hold_surrogates:
-                judged = [find_field(row.record, name)[1] for name in self._filter.columns]
-                if has_lone_surrogate(judged):
+                values = [find_field(row.record, name)[1] for name in self._filter.columns]
+                if has_lone_surrogate(values):
                     reason = "a lone surrogate in a column of `where` cannot be UTF-8"
                     row.error = BadRecord("bad_unicode", reason)
         answers = iter(self._filter.keep_records([row.record or {} for row in batch if row.error is None]))
@@ -190,7 +190,7 @@ class JsonlReader:
             if self.spec.is_openai_batch and isinstance(text, dict):
                 text = json_text(text)
             row_id = id_from_json(id_value)
-            error = error or self._judge(has_text, text)
+            error = error or self._text_problem(has_text, text)
             if self.spec.is_openai_batch and error is None:
                 error = _request_problem(row.record, str(text))
             values = self._values(row.record)
@@ -214,7 +214,7 @@ class JsonlReader:
             path, row.number, row_id, text, "rejected", error.code, message, values, raw, row.num_bytes
         )
 
-    def _judge(self, has_text: bool, text: object) -> BadRecord | None:
+    def _text_problem(self, has_text: bool, text: object) -> BadRecord | None:
         name = self.spec.text_name
         if not has_text:
             return BadRecord("missing_text", f"there is no field {name!r}")

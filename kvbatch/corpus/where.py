@@ -65,7 +65,7 @@ class RowFilter:
         found = {column.name: column.array(batch) for column in columns}
         arrays = [_as_shown(found.get(name, pa.nulls(len(batch)))) for name in self.columns]
         try:
-            answers = self._judge(self._polars.DataFrame(pa.table(arrays, list(self.columns))))
+            answers = self._evaluate(self._polars.DataFrame(pa.table(arrays, list(self.columns))))
         except self._failures as error:
             raise self._error(f"{path}: {_first_line(error)}") from error
         self.num_left_out += answers.count(False)
@@ -76,7 +76,7 @@ class RowFilter:
 
         Fields that a record lacks are null.
 
-        Records whose fields have the same kinds are judged together, so that a number in one record is never
+        Records whose fields have the same kinds are evaluated together, so that a number in one record is never
         compared as a string because of another record.
         """
         groups: dict[tuple, list[int]] = {}
@@ -93,7 +93,7 @@ class RowFilter:
                 ]
             )
             try:
-                answers = self._judge(frame)
+                answers = self._evaluate(frame)
             except self._failures as error:
                 answers = [_first_line(error)] * len(positions)
             for position, answer in zip(positions, answers, strict=True):
@@ -101,8 +101,8 @@ class RowFilter:
         self.num_left_out += kept.count(False)
         return kept
 
-    def _judge(self, frame: "pl.DataFrame") -> Sequence[bool | str]:
-        """Judge rows; LIKE wants text, and a column without any value may be meant as one."""
+    def _evaluate(self, frame: "pl.DataFrame") -> Sequence[bool | str]:
+        """Evaluate rows; LIKE wants text, and a column without any value may be meant as one."""
         nulls = [name for name, dtype in frame.schema.items() if dtype == self._polars.Null]
         try:
             return self._keep_rows(frame)
@@ -113,7 +113,7 @@ class RowFilter:
             raise
 
     def _keep_rows(self, frame: "pl.DataFrame") -> Sequence[bool | str]:
-        """Judge rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""
+        """Evaluate rows together, or one by one where a value among them is at fault (`CAST('x' AS INT)`)."""
         try:
             return self._keep(frame)
         except self._failures:
@@ -148,7 +148,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _without_value(error: BaseException) -> str:
-    """Say why a row cannot be judged; polars quotes the row's values, which may be document text."""
+    """Say why a row cannot be evaluated; polars quotes the row's values, which may be document text."""
     conversion = re.match(r"conversion from `[^`]*` to `[^`]*` failed", str(error))
     return conversion[0] if conversion else "the condition does not fit a value of the row"
 

@@ -1,4 +1,4 @@
-"""What a compressed cache costs on this very corpus: sampled rows are answered from it and judged by the full cache.
+"""What a compressed cache costs on this very corpus: sampled rows are answered from it and scored by the full cache.
 
 Owns `stats/quality.parquet`. A sampled row is read twice: once into the compressed cache, from which it is answered as
 in the job, and once into the full cache, which is asked how likely it holds each token of that answer to be. Of a row
@@ -74,7 +74,7 @@ class Verdict:
         )
 
 
-def judge(rows: Iterable[Mapping[str, Any]], limits: QualityGuardSection) -> Verdict:
+def assess(rows: Iterable[Mapping[str, Any]], limits: QualityGuardSection) -> Verdict:
     """Average a policy's rows and hold them against the limits."""
     rows = list(rows)
     compared = [row for row in rows if row["error"] is None]
@@ -105,7 +105,7 @@ def guard_run(
     """Compare a job's cache with the full one, and write down what was found; raises as `QualitySample`."""
     rows = QualitySample(opened, memory, limits.sample, progress).compare({"job": opened.job.cache.policy})
     write_table(pa.Table.from_pylist(rows, SCHEMA), run.quality)
-    return judge(rows, limits)
+    return assess(rows, limits)
 
 
 class QualitySample:
@@ -127,8 +127,9 @@ class QualitySample:
         self._requests = sample_requests(opened, size)
         if not self._requests:
             raise InputError("no row of the corpus can run in the full cache: nothing to compare caches on")
-        self._decoder = opened.model.decoder
         progress.expect(len(self._requests))
+        progress.step("loading weights")
+        self._decoder = opened.model.decoder
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -146,7 +147,7 @@ class QualitySample:
         engines = {name: self._engine(policy, requests) for name, policy in policies.items()}
         rows = []
         for row_id, request in self._requests:
-            rows += _compare_row(row_id, request, full, engines)
+            rows += _compare_row(row_id, request, full, engines, self._progress)
             self._progress.advance(1, len(request.prompt_token_ids))
         return rows
 
@@ -178,15 +179,21 @@ class QualitySample:
 
 
 def _compare_row(
-    row_id: str, request: "Request", full: "EngineCore", engines: Mapping[str, "EngineCore"]
+    row_id: str,
+    request: "Request",
+    full: "EngineCore",
+    engines: Mapping[str, "EngineCore"],
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     from engine.teacher_forcing import answer, drift, reading
 
     rows = []
     blank = dict.fromkeys(SCHEMA.names) | {"row_id": row_id, "prompt_tokens": len(request.prompt_token_ids)}
     try:
+        progress.step(f"row {row_id}, full cache")
         with reading(full, request) as context:
-            for name, llm in engines.items():
+            for place, (name, llm) in enumerate(engines.items(), 1):
+                progress.step(f"row {row_id}, cache {name} ({place} of {len(engines)})")
                 result, log_probs = answer(llm, request)
                 found = drift(result.token_ids, log_probs, context.log_probs(result.token_ids))
                 rows.append(

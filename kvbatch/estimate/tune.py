@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbatch.estimate.pareto_plot import Point, draw_frontier
-from kvbatch.estimate.quality import QualitySample, Verdict, judge
+from kvbatch.estimate.quality import QualitySample, Verdict, assess
 from kvbatch.job_file.sections import CacheSection, QualityGuardSection
 from kvbatch.text import escaped
 
@@ -55,7 +55,7 @@ def tune(
     sample = QualitySample(opened, memory, limits.sample, progress)
     rows = sample.compare({name: CacheSection(**keys).policy for name, keys in sections.items()})
     found = [
-        Candidate(name, keys, judge((row for row in rows if row["policy"] == name), limits))
+        Candidate(name, keys, assess((row for row in rows if row["policy"] == name), limits))
         for name, keys in sections.items()
     ]
     return sorted(found, key=lambda c: -(c.verdict.kv_kept_ratio or 1))

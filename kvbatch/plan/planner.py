@@ -124,21 +124,21 @@ class Planner:
         self._refuse_repeated(rows)
         if self._previous:
             self._reuse(rows, self._previous)
-        to_judge = [(row, d) for row, d in zip(rows, documents, strict=True) if row.status == "ok"]
+        running = [(row, d) for row, d in zip(rows, documents, strict=True) if row.status == "ok"]
         unknown = []
-        for row, document in to_judge:
+        for row, document in running:
             count = self._known_tokens.get(row.content or "")
             if count is None or count > self._prompts.max_prompt_tokens:
                 unknown.append((row, document))
             else:
-                self._judge(row, Prompt([], count, self._prompts.prefix_tokens), (count,))
+                self._predict(row, Prompt([], count, self._prompts.prefix_tokens), (count,))
                 on_rows(1, count)
         for batch in _text_batches(unknown):
             prompts = self._prompts.build_batch([document for _, document in batch])
             for (row, _), prompt in zip(batch, prompts, strict=True):
-                self._judge(row, prompt, prompt.part_tokens)
+                self._predict(row, prompt, prompt.part_tokens)
             on_rows(len(batch), sum(row.prompt_tokens or 0 for row, _ in batch))
-        on_rows(len(rows) - len(to_judge), 0)
+        on_rows(len(rows) - len(running), 0)
         self._pack(rows)
         self._count(rows)
         return rows
@@ -167,7 +167,7 @@ class Planner:
                     if max(part_tokens) > self._prompts.max_prompt_tokens:
                         outcome = "streamed"
                     prefix = self._prompts.prefix_tokens
-                    self._judge(
+                    self._predict(
                         row,
                         Prompt(
                             [],
@@ -263,7 +263,7 @@ class Planner:
                 row.status = "reused"
                 row.reused_run, row.reused_index = place
 
-    def _judge(self, row: PlanRow, prompt: Prompt, part_tokens: Sequence[int]) -> None:
+    def _predict(self, row: PlanRow, prompt: Prompt, part_tokens: Sequence[int]) -> None:
         """Write down what will become of a row.
 
         Args:

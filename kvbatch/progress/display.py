@@ -14,7 +14,7 @@ from kvbatch.text import escaped
 
 LINE_INTERVAL_S = 30.0
 BEAT_INTERVAL_S = 10.0
-PHASES_WITH_ROWS = ("planning", "judging", "comparing", "running")
+PHASES_WITH_ROWS = ("planning", "comparing", "running")
 
 
 class Progress:

@@ -85,7 +85,7 @@ class PromptBuilder:
 
     @property
     def probe_ids(self) -> list[int]:
-        """The question's own tokens, by which a compressing cache judges a document while it is read.
+        """The question's own tokens, by whose attention a compressed cache scores a document's tokens while it is read.
 
         What follows the document, down to the head of the answer; where the question stands before the document,
         that, and then what follows. At most `MAX_PROBE_TOKENS`, the last ones. None for several questions: what a

@@ -77,6 +77,7 @@ class Measures(TypedDict, total=False):
     wall_s: float
     opening_s: float
     planning_s: float
+    comparing_s: float  # by the quality guard
     loading_s: float
     running_s: float
     continued_rows: int  # finished by earlier sessions of the run

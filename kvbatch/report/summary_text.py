@@ -143,6 +143,7 @@ def _time_lines(s: Summary) -> list[_Line]:
     phases = {
         "opening": s["opening_s"],
         "planning": s["planning_s"],
+        **({"comparing": s["comparing_s"]} if s.get("comparing_s") else {}),
         "loading": s["loading_s"],
         "running": s["running_s"],
     }

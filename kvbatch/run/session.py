@@ -69,7 +69,7 @@ class RunSession:
     load: "Callable[[ModelHandle, EngineConfig], EngineCore]"
 
     def prepare(self, run: RunDirectory, log: RunLog) -> Prepared:
-        """Judge the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
+        """Measure the cache, as far as the job wants it, and plan a run, or find out what of it is done already.
 
         Raises:
             KvbatchError: The run is refused; as `run_job`.
@@ -142,14 +142,14 @@ class RunSession:
             return self.memory
         found = run.read_manifest().quality
         if found is None:
-            self.progress.start("judging")
+            self.progress.start("comparing")
             try:
                 verdict = guard_run(self.opened, self.memory, guard, run, self.progress)
             except InputError as error:  # nothing that could have lost anything
                 self.progress.note(f"warning: quality_guard: {error}")
                 return self.memory
             found = asdict(verdict)
-            log.event("judged", **found)
+            log.event("compared", **found)
             self.progress.note(f"quality: {verdict}")
             self._keep_quality(run, found, drops_plan=found["problems"] and guard.action == "fallback_full")
         if not found["problems"]:
@@ -218,6 +218,7 @@ class RunSession:
             "wall_s": seconds["wall"],
             "opening_s": seconds["opening"],
             "planning_s": seconds["planning"],
+            "comparing_s": seconds.get("comparing", 0.0),
             "loading_s": seconds.get("loading", 0.0),
             "running_s": seconds["running"],
             "session_computed_prompt_tokens": stats.computed_prompt_tokens if stats else 0,

@@ -88,7 +88,7 @@ class OpenShard:
             columns |= _failed(work.error_code, result.error_message)
         columns |= work.columns()
         if work.questions:
-            answers = [_judged(answer, self.answers) for answer in work.answers()]
+            answers = [_validated(answer, self.answers) for answer in work.answers()]
             columns |= {"output": None, "kvb_answers": answers}
             failed = next((answer for answer in answers if answer["status"] == "error"), None)
             if failed:
@@ -168,7 +168,7 @@ def _planned_columns(row: PlanRow) -> dict[str, Any]:
     }
 
 
-def _judged(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]:
+def _validated(answer: dict[str, Any], form: "AnswerForm | None") -> dict[str, Any]:
     """Return an answer to one of several questions, held against the form that the job asks for."""
     if answer["status"] == "error" or form is None:
         return answer

@@ -89,7 +89,7 @@ def test_a_row_keeps_the_same_alone_in_a_batch_and_behind_a_shared_prefix(model,
     behind = tokens(make_llm(model, cache, max_sequences=4, **changes), shared)
     assert together == alone
     assert behind == [tokens(make_llm(model, cache, **changes), [request])[0] for request in shared]
-    if not cache.tail_tokens:  # a prefix is judged before it is known how much of a row its tail will be
+    if not cache.tail_tokens:  # a prefix is scored before it is known how much of a row its tail will be
         assert behind == together
 
 
@@ -203,14 +203,14 @@ def test_continuation_logits_are_those_of_the_run_and_leave_nothing(model, cache
 
 
 @pytest.mark.parametrize(
-    ("changes", "length", "judged"),
+    ("changes", "length", "scored"),
     [
-        ({}, 150, (16, 64)),  # its first chunk, judged when the second has been read
+        ({}, 150, (16, 64)),  # its first chunk, scored when the second has been read
         ({"streaming": False}, 300, (16, 268)),
         ({"streaming": False}, 1000, (16, 968)),  # 24 positions are left: the last ones are used twice
     ],
 )
-def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, changes, length, judged):
+def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, changes, length, scored):
     row = prompts((length,))[0]
     seen = []
 
@@ -241,7 +241,7 @@ def test_kvzip_scores_by_what_a_repetition_attends_to(model, monkeypatch, change
         for layer, weights in enumerate(out.attentions):
             peaks = weights[0, :, len(read) :, : len(read)].amax(1)  # [H, N]
             expected[layer] = expected[layer].maximum(peaks.unflatten(0, (2, 2)).amax(1))
-    torch.testing.assert_close(seen[0], expected[:, :, slice(*judged)], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(seen[0], expected[:, :, slice(*scored)], rtol=1e-3, atol=1e-5)
 
 
 def test_a_repetition_is_a_pass_of_its_own_that_the_budget_has_room_for(model, monkeypatch):

@@ -63,13 +63,13 @@ def test_the_outcome_does_not_depend_on_when_it_is_ready(model, requests, monkey
     assert generated() == expected
 
 
-def test_a_chunk_is_judged_by_the_scores_it_had_when_it_was_handed_over(model, requests, monkeypatch):
-    at_hand_over, judged, later = [], [], []
+def test_a_chunk_is_evicted_by_the_scores_it_had_when_it_was_handed_over(model, requests, monkeypatch):
+    at_hand_over, used, later = [], [], []
 
     def see(self, scores, *rest, **options):
         time.sleep(0.03)
         if threading.current_thread() is not threading.main_thread():
-            judged.append(scores.clone())
+            used.append(scores.clone())
         return compress(self, scores, *rest, **options)
 
     submit, leave = BackgroundCompressor.submit, CompressedCache._await_chunk
@@ -87,8 +87,8 @@ def test_a_chunk_is_judged_by_the_scores_it_had_when_it_was_handed_over(model, r
     monkeypatch.setattr(BackgroundCompressor, "submit", handed_over)
     monkeypatch.setattr(CompressedCache, "_await_chunk", left)
     tokens(make_llm(model, OVERLAPPED), requests[1:2])
-    assert len(judged) == len(later) == 900 // 64 - 1
-    assert all(map(torch.equal, judged, at_hand_over))
+    assert len(used) == len(later) == 900 // 64 - 1
+    assert all(map(torch.equal, used, at_hand_over))
     assert not any(map(torch.equal, later, at_hand_over)), (
         "the next chunk changes the scores in the prefill buffer"
     )

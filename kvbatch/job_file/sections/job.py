@@ -101,7 +101,7 @@ class Job(Section):
         if self.long_document.on_too_long == "stream":
             if not self.cache.policy.can_stream:
                 raise ValueError(
-                    "long_document.on_too_long: stream keeps the tokens that matter, which a cache policy must judge "
+                    "long_document.on_too_long: stream keeps the tokens that matter, which a cache policy must score "
                     "chunk by chunk; set cache.preset, to default for one"
                 )
             if self.quality_guard and self.quality_guard.action == "fallback_full":

@@ -1,4 +1,4 @@
-"""The quality_guard section: what a compressed cache may cost, judged before the job runs."""
+"""The quality_guard section: what a compressed cache may cost, measured before the job runs."""
 
 from typing import Literal
 

@@ -7,7 +7,6 @@ from typing import Any, TypedDict
 import polars as pl
 
 from kvbatch.run_dir.directory import RunDirectory
-from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.read_output import read_rows
 from kvbatch.run_dir.stats_files import read_stats
 
@@ -18,8 +17,6 @@ MAX_IDS = 20
 NUM_SLOWEST = 10
 WORST_QUALITY = {"nll_delta": "max", "kl": "max", "top1_agreement": "min"}
 _NICE = (1, 2, 2.5, 5, 10)
-# seconds that a row waited for others, where the output has them
-_WAITING = tuple(name for name in ("wait_s",) if f"kvb_{name}" in [field.name for field in OUTPUT_FIELDS])
 
 Columns = dict[str, list[Any]]  # by name, all of the same length
 
@@ -71,7 +68,7 @@ def compute(run: RunDirectory) -> Figures:
         InputError: The manifest cannot be read, or a shard is missing or damaged.
     """
     names = ("status", "finish_reason", "error_code", "attempts", "prompt_tokens", "completion_tokens")
-    rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s", *_WAITING))
+    rows = read_rows(run, (*names, "kv_kept_ratio", "prefill_s", "decode_s", "wait_s"))
     plan = _read(run, run.plan, ["outcome", "prompt_tokens", "bin"])
     return {
         "timeline": _timeline(_read(run, run.steps)),
@@ -199,7 +196,7 @@ def _slowest(rows: pl.DataFrame) -> list[dict[str, Any]]:
         "prefill_s",
         "decode_s",
         "total_s",
-        *_WAITING,
+        "wait_s",
         "finish_reason",
     )
     return ran.sort("total_s", descending=True, nulls_last=True).head(NUM_SLOWEST).select(shown).to_dicts()

@@ -83,7 +83,7 @@ def test_a_sample_is_counted_as_large_as_it_is(job_file, compressible):
     records = [{"id": n, "text": "fox " * (20 + n)} for n in range(3)]
     path = job_file(records, model=compressible, cache=COMPRESSED)
     done = CliRunner().invoke(cli, ["quality", str(path)])
-    assert "judging: 3 of 3 rows" in done.stderr and "quality      3 rows" in done.stdout, done.output
+    assert "comparing: 3 of 3 rows" in done.stderr and "quality      3 rows" in done.stdout, done.output
 
 
 class Ending(Backwards):

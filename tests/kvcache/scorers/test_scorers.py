@@ -1,4 +1,4 @@
-"""Budgets give out exactly their places, scorers judge as they say, and every scorer can be had by name."""
+"""Budgets give out exactly their places, scorers score as they say, and every scorer can be had by name."""
 
 from dataclasses import replace
 
