@@ -36,6 +36,7 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     Raises:
         RuntimeError: A prompt cannot be run; its time must not count as if it had been.
     """
+    import torch
     from transformers import AutoTokenizer
 
     from engine import EngineConfig, EngineCore, Request, SamplingParams
@@ -45,11 +46,12 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     from engine.models import load_model
     from engine.models.basis import basis_for
     from engine.request_pages import request_pages
-    from kvbatch.model.handle import resolve_device, resolve_dtype
+    from kvbatch.model.handle import resolve_device
+    from kvbatch.model.precision import choose_precision
     from kvcache.config import KVCacheConfig
 
     device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, device)
+    dtype = getattr(torch, choose_precision(args.dtype, device).dtype)
     config = EngineConfig(
         memory_budget_bytes=resolve_budget(args.memory, device),
         step_tokens=args.step_tokens,
@@ -102,10 +104,11 @@ def run_transformers(args: argparse.Namespace, prompts: Prompts) -> Measured:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvbatch.model.handle import resolve_device, resolve_dtype
+    from kvbatch.model.handle import resolve_device
+    from kvbatch.model.precision import choose_precision
 
     device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, device)
+    dtype = getattr(torch, choose_precision(args.dtype, device).dtype)
     model = (
         AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True).to(device).eval()
     )

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.kernels import ops as layer_ops
 from engine.kernels.int8 import Int8Rows, quantize_weight
 from engine.kernels.packed import pack_weight
-from kvbatch.model.handle import resolve_dtype
+from kvbatch.model.precision import choose_precision
 from kvcache.kernels import reference
 from kvcache.kernels.cpu import build, ops
 from kvcache.kernels.page_table import PageTable
@@ -290,7 +290,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--seconds", type=float, default=3, help="per row of the table")
     p.add_argument("--json", type=Path, help="write the figures here too")
     args = p.parse_args()
-    args.dtype = resolve_dtype(args.dtype, "cpu")
+    args.dtype = getattr(torch, choose_precision(args.dtype, "cpu").dtype)
     return args
 
 

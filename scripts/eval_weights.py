@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.models import Decoder, load_model
 from engine.models.basis import PLAIN, ROTATED
-from kvbatch.model.handle import resolve_dtype
+from kvbatch.model.precision import choose_precision
 from kvbatch.model.source import resolve_model
 from kvcache.kernels.protocol import PrefillOptions
 from kvcache.kernels.registry import kernels_for
@@ -62,7 +62,7 @@ def main() -> None:
     for quant in (None, "int8"):
         model = load_model(
             args.model,
-            dtype=resolve_dtype(args.dtype, "cpu"),
+            dtype=getattr(torch, choose_precision(args.dtype, "cpu").dtype),
             weight_quant=quant,
             basis=ROTATED if quant else PLAIN,
         )

@@ -213,14 +213,5 @@ def resolve_device(name: str) -> str:
     return "cuda" if available and name != "cpu" else "cpu"
 
 
-def resolve_dtype(name: str, device: str) -> "torch.dtype":
-    """Return a torch dtype; `auto` is chosen as for a new run."""
-    import torch
-
-    from kvbatch.model.precision import choose_precision
-
-    return getattr(torch, choose_precision(name, device).dtype)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

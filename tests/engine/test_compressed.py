@@ -1,5 +1,5 @@
 """The compressed cache in the engine: the full cache's tokens when it keeps everything, the same kept set in any
-company, memory that is really given back, and no byte read that was not written.
+batch, memory that is really given back, and no byte read that was not written.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.engine.models.tiny_models import save_tiny_model, tiny_model
 
 LONG = replace(GREEDY, max_new_tokens=150)  # the open pages fill and are compressed twice
 LENGTHS = (1, 63, 64, 65, 300, 700)
-# A tie between two codes may fall otherwise in other company, and with compensation the whole token with it.
+# A tie between two codes may be broken otherwise in another batch, and with compensation the whole token with it.
 PLAIN = replace(LOSSY, compensate=False)
 KVZIP = KVCacheConfig(
     "sparse", keep_ratio=0.3, scorer="kvzip", chunk_size=64, recent_tokens=32, tail_tokens=0
@@ -262,7 +262,7 @@ def test_a_repetition_is_a_pass_of_its_own_that_the_budget_has_room_for(model, m
 
 @rows_are_alike
 @pytest.mark.parametrize("scorer", ["snapkv", "mix", "expected_attention", "h2o"])
-def test_a_scorer_that_sees_attention_sees_whole_chunks_in_any_company(model, scorer):
+def test_a_scorer_that_sees_attention_sees_whole_chunks_in_any_batch(model, scorer):
     cache = replace(PLAIN, scorer=scorer)
     requests = [Request(i, p, GREEDY) for i, p in enumerate(prompts((700, 333, 80)))]
     together = make_llm(model, cache, step_tokens=70)

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("preset", ["none", "logs"])
-def test_company_changes_no_bit(model, monkeypatch, preset):
+def test_deterministic_results_are_batch_invariant_to_the_bit(model, monkeypatch, preset):
     random = torch.Generator().manual_seed(3)
     prefix = torch.randint(3, 199, (70,), generator=random).tolist()
     prompts = [prefix + torch.randint(3, 199, (n,), generator=random).tolist() for n in LENGTHS]

@@ -1,4 +1,4 @@
-"""The engine generates what transformers generates, whatever the chunks, the order and the company."""
+"""The engine generates what transformers generates, whatever the chunks, the order and the batch."""
 
 import time
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_greedy_equals_transformers(tmp_path, name):
     ("step_tokens", "max_sequences", "shared"),
     [(16, 3, 0), (16, 64, 64), (50, 1, 40), (50, 64, 130), (512, 3, 64), (512, 64, 0)],
 )
-def test_chunks_order_company_and_shared_prefix_change_nothing(llama, step_tokens, max_sequences, shared):
+def test_chunks_order_batch_and_shared_prefix_change_nothing(llama, step_tokens, max_sequences, shared):
     prefix = prompts([shared])[0]
     rows = [prefix + p for p in prompts()]
     expected = [reference(llama[0], p) for p in rows]

@@ -99,7 +99,7 @@ def test_bf16_is_close_to_float32(tmp_path: Path) -> None:
 @rows_are_alike
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("basis", [PLAIN, ROTATED])
-def test_a_token_is_the_same_in_any_company(
+def test_a_token_is_batch_invariant(
     tmp_path: Path, dtype: torch.dtype, basis: BasisTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as where torch has no units of its own for bfloat16
