@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from kvbatch.errors import OutputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @contextmanager
@@ -51,7 +54,7 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a whole JSON file; raises as `atomic_file`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
@@ -86,7 +89,7 @@ def described_file(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     facts["sha256"] = hashing.digest.hexdigest()
 
 
-def write_table(table: Any, path: Path) -> dict[str, Any]:
+def write_table(table: "pa.Table", path: Path) -> dict[str, Any]:
     """Write a whole Parquet file and return what describes it; raises as `atomic_file`."""
     import pyarrow.parquet as pq
 

@@ -9,13 +9,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 # C0, DEL, C1; Arabic letter mark and the bidi marks, embeddings, overrides and isolates; line and paragraph separator;
 # interlinear annotation, tag characters; lone surrogates, which stand for bytes of a file name that are not UTF-8
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
+
+_Value = TypeVar("_Value")
 
 
 def escaped(text: str, keep: str = "") -> str:
@@ -27,14 +29,18 @@ def escaped(text: str, keep: str = "") -> str:
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else _notation(found[0]), text)
 
 
-def all_escaped(value: Any) -> Any:
+def all_escaped(value: _Value) -> _Value:
     """Return a nested value with every text in it escaped."""
+    return cast(_Value, _escaped(value))
+
+
+def _escaped(value: object) -> object:
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):
-        return {all_escaped(key): all_escaped(item) for key, item in value.items()}
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [all_escaped(item) for item in value]
+        return [_escaped(item) for item in value]
     return value
 
 

@@ -5,13 +5,16 @@ decoder. The scaling formulas come from transformers, so that they stay equal to
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import ModelError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SCALING_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
@@ -25,7 +28,7 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
+def rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
     """Return the rope parameters of a transformers config as one flat, checked dict.
 
     Raises:
@@ -48,7 +51,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return parameters | {"rope_type": scaling}
 
 
-def rope_context(config: Any, parameters: dict[str, Any]) -> int:
+def rope_context(config: "PretrainedConfig", parameters: dict[str, Any]) -> int:
     """Return the number of positions for which one fixed set of frequencies is right.
 
     `dynamic` and `longrope` change the frequencies of all positions once a sequence outgrows the original
@@ -64,7 +67,7 @@ def rope_context(config: Any, parameters: dict[str, Any]) -> int:
     return context
 
 
-def rope_config(config: Any, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
+def rope_config(config: "PretrainedConfig", parameters: dict[str, Any], head_dim: int) -> RopeConfig:
     """Compute the frequencies that transformers would use up to `rope_context`.
 
     Raises:

@@ -72,7 +72,7 @@ def wants_json(flag: bool) -> bool:
     return flag or not sys.stdout.isatty()
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as one line of JSON."""
     print(json.dumps(value, ensure_ascii=False))
 

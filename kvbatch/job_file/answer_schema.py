@@ -23,7 +23,7 @@ _FAR = 10**15  # an exponent beyond is as good as this one: no schema's number c
 _UNSUPPORTED = ("not supported", "escape")  # in what is said of a pattern that other engines may know
 
 
-def read_schema(path: str) -> Any:
+def read_schema(path: str) -> object:
     """Return the schema in a file.
 
     Raises:

@@ -64,10 +64,12 @@ class Environment:
         """The values that no file may hold."""
         return {key: value for key, value in self.values.items() if not is_place(key)}
 
-    def kept(self, name: str, value: Any) -> Any:
+    def kept(self, name: str, value: object) -> object:
         """Return what a fingerprint keeps of the value of a dotted key."""
         if is_place(tuple(name.split("."))):
-            return without_credentials(value)
+            if isinstance(value, list | tuple):
+                return [without_credentials(each) for each in value]
+            return without_credentials(value) if isinstance(value, str) else value
         found = [expanded for key, expanded in self.hidden.items() if _covers(key, name)]
         if not found:
             return value
@@ -182,11 +184,9 @@ def is_place(key: KeyPath) -> bool:
     return any(key[: len(place)] == place for place in PLACES)
 
 
-def without_credentials(value: Any) -> Any:
-    """Return a text, or a list of them, with user and query of URLs cut."""
-    if isinstance(value, list | tuple):
-        return [without_credentials(each) for each in value]
-    return _URL.sub(r"\1\2", value) if isinstance(value, str) else value
+def without_credentials(text: str) -> str:
+    """Return a text with user and query of URLs cut."""
+    return _URL.sub(r"\1\2", text)
 
 
 @contextmanager

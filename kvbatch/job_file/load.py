@@ -180,7 +180,7 @@ def _set(data: Any, key: KeyPath, value: Any) -> None:
     _get(data, key[:-1])[key[-1]] = value
 
 
-def section_model(annotation: Any) -> type[BaseModel] | None:
+def section_model(annotation: object) -> type[BaseModel] | None:
     """Return the model of a section that may be left out, too; None for any other key."""
     branches = (annotation, *get_args(annotation))
     return next((a for a in branches if isinstance(a, type) and issubclass(a, BaseModel)), None)

@@ -216,7 +216,7 @@ def item_texts(text: str, key: KeyPath) -> dict[KeyPath, str]:
         return {}
 
 
-def parse_scalar(text: str) -> Any:
+def parse_scalar(text: str) -> object:
     """Return what YAML makes of `text`; text that is no YAML stays text."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader with fewer types

@@ -7,7 +7,7 @@ placeholder is the same for every row, so its keys and values can be too.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
 from kvbatch.job_file.template import Piece, parse_template
@@ -17,6 +17,9 @@ from kvbatch.prompts.prompt import Outcome, Prompt, PromptDocument
 from kvbatch.prompts.rendering import render_chat, uses_chat
 from kvbatch.prompts.tokenizer import PieceTokenizer
 from kvbatch.prompts.truncation import truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PROBE_TOKENS = 64  # probes cost their share of every chunk of 256
 
@@ -43,7 +46,7 @@ class PromptBuilder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerBase",
         prompt: PromptSection,
         tokens: PieceTokenizer | None = None,
         chat: ChatTemplate | None = None,

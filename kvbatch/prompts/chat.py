@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbatch.corpus.openai_batch import ChatRequest, parse_body
 from kvbatch.errors import JobFileError
@@ -21,11 +21,17 @@ from kvbatch.prompts.rendering import uses_chat
 from kvbatch.prompts.sampling import StopTokens
 from kvbatch.prompts.tokenizer import PieceTokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 NUM_FRAMES = 256  # that are kept: rows may differ in what they tell the template
 
 
 def prompt_builder(
-    tokenizer: Any, job: Job, chat: ChatTemplate | None, tokens: PieceTokenizer | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    job: Job,
+    chat: ChatTemplate | None,
+    tokens: PieceTokenizer | None = None,
 ) -> "AnyPromptBuilder":
     """Return what makes a job's prompts; `chat` is its `chat_template`, raises as the two."""
     if job.input.format == "openai-batch":
@@ -33,7 +39,9 @@ def prompt_builder(
     return PromptBuilder(tokenizer, job.prompt, tokens, chat, job.prompt_values)
 
 
-def chat_template(tokenizer: Any, job: Job, time: datetime | None = None) -> ChatTemplate | None:
+def chat_template(
+    tokenizer: "PreTrainedTokenizerBase", job: Job, time: datetime | None = None
+) -> ChatTemplate | None:
     """Return the chat template of a job's prompts, or None where they need none.
 
     Args:
@@ -69,7 +77,7 @@ class ChatPromptBuilder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerBase",
         generation: GenerationSection,
         chat: ChatTemplate | None = None,
         tokens: PieceTokenizer | None = None,

@@ -9,7 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MARK = re.compile("\ue000kvb([0-9]+)\ue000")  # what a message says stands here once the template is rendered
 
@@ -36,7 +39,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, time: datetime | None = None, arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        time: datetime | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
         self.time = time or now()

@@ -14,7 +14,7 @@ class PromptDocument(Protocol):
     """What a prompt needs to know of a document."""
 
     @property
-    def row_id(self) -> Any:
+    def row_id(self) -> object:
         """Fills `{id}`."""
         ...
 

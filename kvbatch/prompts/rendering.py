@@ -1,15 +1,18 @@
 """The job's template and the model's chat template, rendered once around placeholders."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import PromptSection
 from kvbatch.job_file.template import Piece, parse_template
 from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def uses_chat(tokenizer: Any, prompt: PromptSection) -> bool:
+
+def uses_chat(tokenizer: "PreTrainedTokenizerBase", prompt: PromptSection) -> bool:
     """Tell whether a job's prompts go into the chat template.
 
     Raises:

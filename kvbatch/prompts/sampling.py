@@ -2,11 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import SamplingParams
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import GenerationSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StopTokens:
@@ -15,7 +18,7 @@ class StopTokens:
     An answer's text leaves out control tokens, so a string with one in it would never be found there.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         special = set(tokenizer.all_special_tokens)
         special |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -48,7 +51,7 @@ class RowSampling:
         JobFileError: A stop string could never be found.
     """
 
-    def __init__(self, generation: GenerationSection, tokenizer: Any):
+    def __init__(self, generation: GenerationSection, tokenizer: "PreTrainedTokenizerBase"):
         fields = SamplingParams.__dataclass_fields__
         self._values = {name: value for name, value in generation.model_dump().items() if name in fields}
         self._seed, self._stops = generation.seed, StopTokens(tokenizer)

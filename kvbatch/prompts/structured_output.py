@@ -12,6 +12,7 @@ from kvbatch.job_file.answer_schema import WRITTEN, SchemaValidator
 from kvbatch.job_file.sections import GenerationSection
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
     from torch import Tensor
 
     from kvbatch.model.handle import ModelHandle
@@ -70,7 +71,7 @@ class AnswerForm:
 class RowConstraint:
     """See `engine.constraint.Constraint`."""
 
-    def __init__(self, matcher: Any, vocab_size: int):
+    def __init__(self, matcher: "LLMatcher", vocab_size: int):
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def mask(self) -> "Tensor":

@@ -8,9 +8,12 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbatch.errors import ModelUnavailable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # A tokenizer takes up to 300 bytes a character while it works (hex digits; 85 for prose), 40 GB for a row of 125 MB.
 WHOLE_CHARS = 4_000_000  # of a text that is tokenized at once
@@ -32,7 +35,7 @@ class PieceTokenizer:
         ModelUnavailable: It has none.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         from tokenizers import Tokenizer
 
         if not getattr(tokenizer, "is_fast", False):

@@ -123,7 +123,7 @@ def input_changes(manifest: Manifest, hashes: dict[str, str]) -> list[str]:
     return lines + [f"input file {line}" for line in changes(known, hashes)]
 
 
-def kept_memory_budget(job: Job) -> Any:
+def kept_memory_budget(job: Job) -> object:
     """Return what a manifest keeps of the memory that a job gives."""
     return job.environment.kept("engine.memory_budget", job.engine.memory_budget)
 
