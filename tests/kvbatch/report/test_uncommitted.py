@@ -10,7 +10,7 @@ from kvbatch.cli import cli
 from kvbatch.run_dir.commit import commit_shard, finished_rows
 from kvbatch.run_dir.find_runs import open_run
 from tests.kvbatch.fakes import Backwards
-from tests.kvbatch.run.test_run import run
+from tests.kvbatch.helpers import run
 
 RUN = Path("runs/test")
 
