@@ -90,7 +90,9 @@ def _plots(summary: Summary, figures: Figures) -> str:
 
 
 def _timeline_plots(summary: Summary, timeline: Columns) -> list[str]:
-    text = "Tokens computed a second, read and written; a level line is good, a drop means that little was left to run."
+    text = (
+        "Tokens computed a second, read and written; a level line is good, a dip is a step that only writes."
+    )
     if wrong := summary.get("drafted_tokens", 0) - summary.get("accepted_tokens", 0):
         text += f" {wrong:,} of the tokens were drafts of prompt lookup that turned out wrong."
     throughput = figure("Throughput over time", plots.draw_throughput(timeline), text)

@@ -138,6 +138,19 @@ def test_progress_outlives_its_stream(monkeypatch):
             kinds.discard(beats.get(timeout=60))
 
 
+def test_a_step_is_shown_with_the_rows_until_its_phase_ends():
+    shown = io.StringIO()
+    with Progress(shown, hide=lambda text: text.replace("secret", "***")) as progress:
+        progress.start("comparing", 20)
+        progress.step("cache secret (2 of 9)")
+        progress.advance(3, 0)
+        assert progress._figures() == "3 of 20 rows, cache *** (2 of 9)"
+        progress.start("running", 4)
+        progress.advance(4, 0)
+    assert "comparing: 3 of 20 rows\n" in shown.getvalue()
+    assert shown.getvalue().endswith("running: 4 of 4 rows\n")
+
+
 def test_a_reader_that_stands_still_is_waited_for_once(monkeypatch):
     waits = []
     stream = Messages(make_stream("stuck"))
@@ -154,7 +167,7 @@ def test_others_may_write_to_standard_error_too(monkeypatch):
         print("what a library has to say", file=sys.stderr, flush=True)
 
 
-def test_the_line_for_machines_is_told_whatever_cannot_be_read(monkeypatch):
+def test_the_json_line_is_printed_whatever_cannot_be_read(monkeypatch):
     def fail(_):
         raise InputError("a shard is missing")
 

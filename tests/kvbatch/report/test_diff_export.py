@@ -20,6 +20,8 @@ from kvbatch.report.export import ExportOptions, export_rows
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.commit import commit_shard
 from kvbatch.run_dir.directory import RunDirectory
+from kvbatch.text import escaped
+from tests.kvbatch.fakes import Backwards
 
 RECORDS = [{"id": f"r{n}", "text": f"{n} fox " * (3 + n), "n": n} for n in range(6)]
 
@@ -48,9 +50,13 @@ def test_diff(job_file):
     for row in changed:
         row["kvb_kv_kept_bytes"] = row["kvb_kv_kept_bytes"] and row["kvb_kv_kept_bytes"] // 2
         if row["id"] == "r3":
-            row["output"] = row["output"][:4] + "…"
+            long = row["output"] + " same" * 100
+            row["output"] = long + " new" * 100
         if row["id"] == "r4":
             row |= {"kvb_status": "error", "output": None}
+    for row in rows:
+        if row["id"] == "r3":
+            row["output"] += " same" * 100 + " old" * 100
     quality = pl.DataFrame({"row_id": ["r1"], "nll_delta": [0.125]})
     first, other = write_like(run, "first", rows), write_like(run, "other", changed)
     quality.write_parquet(other / "stats" / "quality.parquet")
@@ -66,6 +72,49 @@ def test_diff(job_file):
     assert found["a"]["quality"] == {} and found["b"]["quality"] == {"nll_delta": 0.125}
     text = invoke("diff", first, other)
     assert "0.50" in text.splitlines()[2] and "4 the same, 1 changed" in text and "0.1250" in text
+    [changed] = found["changed"]
+    assert changed["row_id"] == "r3" and changed["a"].startswith("…") and changed["a"].endswith("…")
+    assert "same old old" in changed["a"] and "same new new" in changed["b"] and len(changed["a"]) < 250
+    assert f"  A  {changed['a']}" in text and f"  B  {changed['b']}" in text
+    whole = invoke("diff", first, other, "--full")
+    answer = next(row["output"] for row in rows if row["id"] == "r3")
+    assert f"  A  {escaped(answer)}" in whole
+
+
+QUESTIONS = {"template": "{text} {question}", "questions": ["Who?", "When?"]}
+
+
+def test_export_of_chosen_columns_and_rows(job_file):
+    records = RECORDS[:3] + [{"id": "=bad", "text": "", "n": 3}]
+    path = job_file(records, prompt=QUESTIONS, input={"passthrough": ["n"], "incremental": True})
+    run_job(load_job(path), make_llm=lambda *_: Backwards())
+    job_file([*records, {"id": "new", "text": "ü fox", "n": 4}], prompt=QUESTIONS,
+             input={"passthrough": ["n"], "incremental": True})  # fmt: skip
+    run = run_job(load_job(path), make_llm=lambda *_: Backwards()).run
+
+    text = invoke("export", run.path, "--format", "csv", "--columns", "n,answer_2,id,kvb_input_file", "--bom")
+    assert text.startswith("\ufeffn,answer_2,id,kvb_input_file\r\n")
+    cells = list(csv.DictReader(io.StringIO(text[1:], newline="")))
+    rows = [json.loads(line) for line in invoke("export", run.path).splitlines()]
+    assert [row["n"] for row in cells] == ["0", "1", "2", "3", "4"] and cells[3]["id"] == "'=bad"
+    for cell, row in zip(cells, rows, strict=True):
+        answers = [answer["output"] for answer in row["kvb_answers"] or ()] or [None, None]
+        assert [row["answer_1"], row["answer_2"]] == answers and cell["answer_2"] == (answers[1] or "")
+        assert cell["kvb_input_file"] == row["kvb_input_file"] == str(Path("in.jsonl"))
+    new = [json.loads(line) for line in invoke("export", run.path, "--new", "--columns", "id").splitlines()]
+    assert new == [{"id": "=bad"}, {"id": "new"}], "a rejected row is read and rejected anew"
+
+    for arguments, named in (
+        (["--columns", "id,titel"], ["titel", "answer_1", "kvb_status"]),
+        (["--columns", "id,,n"], ["empty"]),
+        (["--bom"], ["csv"]),
+        (["--format", "openai-batch", "--columns", "id"], ["jsonl"]),
+    ):
+        refused = CliRunner().invoke(cli, ["export", str(run.path), *arguments])
+        assert refused.exit_code == 2 and refused.stdout == "", arguments
+        assert all(name in refused.stderr for name in named), refused.stderr
+    letters = pq.read_schema(run.deadletter_file(0)).names
+    assert len(letters) == len(set(letters)) and "kvb_input_file" in letters
 
 
 def test_export_keeps_every_row_and_value(job_file, tmp_path):

@@ -1,6 +1,8 @@
-"""What a run tells machines: the last line of stdout, and a textfile for Prometheus."""
+"""How a run ended, for programs: the last line of stdout where it is no terminal, and a textfile for Prometheus."""
 
 import json
+import os
+import pty
 import re
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from click.testing import CliRunner
 
 from kvbatch.cli import cli
 from tests.kvbatch.fakes import Backwards
+from tests.kvbatch.streams import RUN, code_with, make_stream, written
 
 SAMPLE = re.compile(r'([a-z_]+)\{job_name="test"(?:,([a-z]+="[a-z]+"))?\} ([0-9.e+-]+)')
 
@@ -77,3 +80,19 @@ def test_every_way_to_end(job_file, kvbatch):
     code, told, _ = kvbatch("run", path, "--new-run", "-s", "output.metrics=job.yaml/x.prom")
     assert code == told["exit_code"] == 73 and "x.prom" in told["message"] and told["ok"] == 3
     assert not list(Path("metrics").glob(".*")), "no half files beside it"
+
+
+def test_a_terminal_shows_text_alone_and_json_is_json_alone(ran, monkeypatch):
+    for arguments in (["run", "job.yaml", "--new-run"], ["run", "job.yaml"], ["resume", RUN]):
+        leader, follower = pty.openpty()
+        with open(follower, "w") as terminal:
+            assert code_with(monkeypatch, arguments, terminal, make_stream("whole")) == 0
+            text = os.read(leader, 1 << 16).decode()
+            assert "{" not in text and ("3 ok" in text or "Nothing" in text), arguments
+            assert code_with(monkeypatch, [*arguments, "--json"], terminal, make_stream("whole")) == 0
+            assert json.loads(os.read(leader, 1 << 16).decode())["exit_code"] == 0
+        os.close(leader)
+        piped = make_stream("whole")
+        assert code_with(monkeypatch, arguments, piped, make_stream("whole")) == 0
+        first, *_, last = written(piped).splitlines()
+        assert json.loads(last)["ok"] == 3 and not first.startswith("{")

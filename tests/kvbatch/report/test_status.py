@@ -69,7 +69,7 @@ def test_a_run_from_its_first_row_to_its_end(job_file):
     plan = open_run(Path("runs/test")).read_manifest().plan
     done = status["progress_ratio"] * plan.prompt_tokens
     assert status["eta_s"] == pytest.approx((plan.prompt_tokens - done + 5) * 2.0 / 50)
-    assert "6 of 12" in render_status(status) and "left" in render_status(status)
+    assert "6 of 12: 6 ok, 0 errors, 0 rejected" in render_status(status) and "left" in render_status(status)
 
     stopped = load_status(Path("runs/test"))
     assert (stopped["state"], stopped["phase"], stopped["locked"], stopped["eta_s"]) == (
