@@ -227,6 +227,8 @@ class EngineCore:
     def _problem(self, request: Request) -> str | None:
         """Return why a request can never run, or None."""
         prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        if not prompt:
+            return "the prompt is empty; it needs a token"
         if not 0 <= request.prefix_tokens < prompt:
             return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
         context = self.model.config.max_context

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.engine_core import EngineCore
+from engine.errors import ModelError
 from engine.head_calibration import calibration_text
 from engine.memory import resolve_budget
 from engine.models import load_model
@@ -63,7 +64,6 @@ class LLM:
         policy = _preset(cache) if isinstance(cache, str) else cache or KVCacheConfig()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() and not policy.compresses else "cpu"
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = load_model(
             path,
             dtype=dtype or (torch.float32 if device == "cpu" else torch.bfloat16),
@@ -72,6 +72,10 @@ class LLM:
             weight_quant=weight_quant,
             basis=basis_for(policy, weight_quant),
         )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
         config = EngineConfig(
             memory_budget_bytes=resolve_budget(memory, device),
             cache=policy,
@@ -91,7 +95,12 @@ class LLM:
             prompts: texts, which the tokenizer encodes with its special tokens, or token ids.
             sampling: for all prompts; greedy by default. Each prompt draws from a seed of its own: the seed plus its
                 place in the list.
+
+        Raises:
+            TypeError: `prompts` is a single text.
         """
+        if isinstance(prompts, str):
+            raise TypeError("generate takes a list of prompts; write [prompt] for one")
         sampling = sampling or SamplingParams()
         requests = (
             Request(place, self._encode(prompt), replace(sampling, seed=sampling.seed + place))

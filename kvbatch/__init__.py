@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import `kvbatch.run`, which is heavy, when it is first called."""
     if name == "run":
-        import kvbatch.run as room
+        import kvbatch.run as package
 
-        return room
+        return package
     raise AttributeError(f"module 'kvbatch' has no attribute {name!r}")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvbatch.prompts.sampling import RowSampling
     from kvbatch.prompts.structured_output import AnswerForm, RowConstraint
     from kvbatch.run_dir.plan_file import PlanSummary
+    from kvbatch.run_dir.previous_rows import PreviousRows
+    from kvcache.config import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class OpenedJob:
         time: what a chat template takes for now.
         described: what a manifest says before anything was read.
         inputs: hashes of the input files.
+        other_bytes: resident memory of the process once the job is open, before weights are loaded.
     """
 
     job: Job
@@ -62,6 +65,7 @@ class OpenedJob:
     time: datetime
     described: Manifest
     inputs: InputHashes
+    other_bytes: int
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -116,17 +120,32 @@ class OpenedJob:
         room = self.model.config.max_context - self.job.generation.max_new_tokens
         return LongDocuments(self.prompts, self.job, room)
 
-    def plan_memory(self, **how: Any) -> "MemoryPlan":
+    def plan_memory(
+        self, *, cache: "KVCacheConfig | None" = None, known_bytes: int | None = None
+    ) -> "MemoryPlan":
         """Divide the job's memory; see `kvbatch.plan.memory_plan.plan_memory`."""
         from kvbatch.plan.memory_plan import plan_memory
 
-        return plan_memory(self.job, self.model, self.prompts, **how)
+        return plan_memory(
+            self.job,
+            self.model,
+            self.prompts,
+            other_bytes=self.other_bytes,
+            cache=cache,
+            known_bytes=known_bytes,
+        )
 
-    def planner(self, memory: "MemoryPlan", **how: Any) -> "Planner":
+    def planner(
+        self,
+        memory: "MemoryPlan",
+        *,
+        previous: "PreviousRows | None" = None,
+        known_tokens: Mapping[str, int] | None = None,
+    ) -> "Planner":
         """Return what plans the job's rows; see `Planner`."""
         from kvbatch.plan.planner import Planner
 
-        return Planner(self.job, self.long_documents(), memory.budget, **how)
+        return Planner(self.job, self.long_documents(), memory.budget, previous, known_tokens)
 
     def manifest(self, memory: "MemoryPlan", reuse: Reuse) -> Manifest:
         """Return what the manifest of a new run or plan says before its rows are planned."""
@@ -178,6 +197,8 @@ def open_job(
         JobFileError: Prompt and model do not go together.
         InputError: An input file cannot be read.
     """
+    from engine.memory import resident_bytes
+
     with stopper.shield():  # a library that was half imported does not always end well
         import torch  # noqa: F401
 
@@ -198,8 +219,19 @@ def open_job(
     chat = chat_template(model.tokenizer, job, time)
     prompts = prompt_builder(model.tokenizer, job, chat, PieceTokenizer(model.tokenizer))
     described = replace(describe_run(job, corpus.files), skipped=by_reason(corpus.skipped))
-    inputs = InputHashes(corpus.files)
-    opened = OpenedJob(job, corpus, model, prompts, chat, sampling, answers, time, described, inputs)
+    opened = OpenedJob(
+        job=job,
+        corpus=corpus,
+        model=model,
+        prompts=prompts,
+        chat=chat,
+        sampling=sampling,
+        answers=answers,
+        time=time,
+        described=described,
+        inputs=InputHashes(corpus.files),
+        other_bytes=resident_bytes(),
+    )
     check_room(job, prompts, model.config.max_context)
     for note in prompt_notes(job, chat):
         progress.note(f"note: {note}")

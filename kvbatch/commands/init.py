@@ -41,6 +41,10 @@ def init(documents: tuple[str, ...], model: str, out: Path) -> int:
     """Look at DOCUMENTS... (files, globs or directories) and write a job file for them that runs as it is."""
     if out.exists():
         raise OutputError(f"{out}: there is a file already, which is left alone; name another one with --out")
+    if not out.parent.is_dir():
+        raise OutputError(
+            f"{out}: there is no directory {out.parent}; make it, or name another file with --out"
+        )
     for line in write_first_job(documents, model, out):
         print(escaped(line))
     return 0

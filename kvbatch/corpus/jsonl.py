@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbatch.corpus.compression import StreamError, open_stream
-from kvbatch.corpus.convert import how_to_convert
 from kvbatch.corpus.discovery import SourceFile
 from kvbatch.corpus.document import RAW_BYTES, Document, RowValues, is_blank, made_up_id
 from kvbatch.corpus.fields import FieldTypes, JsonRow
@@ -21,6 +20,7 @@ from kvbatch.corpus.json_values import (
 )
 from kvbatch.corpus.lines import Line, iter_lines
 from kvbatch.corpus.openai_batch import check_request
+from kvbatch.corpus.sniff import not_jsonl
 from kvbatch.corpus.spec import InputSpec
 from kvbatch.corpus.where import RowFilter
 from kvbatch.errors import InputError
@@ -84,10 +84,7 @@ class JsonlReader:
         except (OSError, StreamError) as error:
             raise InputError(f"{self.source.path}: {getattr(error, 'strerror', None) or error}") from error
         if self._num_lines and not self._may_be_jsonl:
-            raise InputError(
-                f"{self.source.path}: it is not JSONL: none of its lines is a JSON object; convert it: "
-                + how_to_convert("", self.source.path)
-            )
+            raise not_jsonl(self.source.path)
         if self.num_records and self.spec.id_column in self.unseen:
             name = self.spec.id_column
             raise InputError(

@@ -117,6 +117,12 @@ def _format_of(path: str, head: bytes, layers: tuple[str, ...]) -> str:
     return "jsonl"
 
 
+def not_jsonl(path: str) -> InputError:
+    """Return the error for a text file without a JSON object, and how to convert it."""
+    reason = "it is not JSONL: none of its lines is a JSON object"
+    return InputError(f"{path}: {reason}; convert it: {how_to_convert('', path)}")
+
+
 def _wide_encoding(head: bytes) -> str | None:
     """Name the encoding of a text whose characters take two or four bytes each."""
     for mark, encoding in WIDE_MARKS:

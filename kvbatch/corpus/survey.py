@@ -17,6 +17,7 @@ from kvbatch.corpus.json_values import BadRecord, NumberText, parse_record
 from kvbatch.corpus.lines import iter_lines
 from kvbatch.corpus.openai_batch import ID_NAME, TEXT_NAME
 from kvbatch.corpus.parquet_schema import PANDAS_INDEX, open_parquet, parquet_error
+from kvbatch.corpus.sniff import not_jsonl
 from kvbatch.corpus.spec import is_reserved
 from kvbatch.corpus.strings import plain_value
 from kvbatch.errors import InputError
@@ -83,6 +84,9 @@ def survey(paths: Sequence[str]) -> Survey:
     samples = {file.path: list(_sample(file)) for file in found.files[:SAMPLED_FILES]}
     samples = {path: records for path, records in samples.items() if records}
     if not samples:
+        for file in found.files[:SAMPLED_FILES]:
+            if file.format == "jsonl" and file.num_bytes:
+                raise not_jsonl(file.path)
         raise InputError(f"{', '.join(paths)}: the documents have no rows; name files with rows in them")
     rows = [record for records in samples.values() for record in records]
     if all(isinstance(row.get(TEXT_NAME), Mapping) and ID_NAME in row for row in rows):

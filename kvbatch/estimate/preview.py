@@ -113,7 +113,7 @@ def plan_job(
         advice = preset_advice(job, opened.model, opened.prompts, lengths.tolist(), memory.budget_bytes)
         view = PlanView(run, not found, summary, memory, _classes(lengths), estimate, advice)
         if other:
-            view = replace(view, what_if=(" ".join(what_if), _compare(opened.with_job(other), view)))
+            view = replace(view, what_if=(" ".join(what_if), _compare(opened, other, view)))
         return view
 
 
@@ -177,9 +177,12 @@ def _check_what_if(job: Job, other: Job) -> None:
             )
 
 
-def _compare(other: OpenedJob, view: PlanView) -> PlanView:
+def _compare(opened: OpenedJob, job: Job, view: PlanView) -> PlanView:
     """Return the view of the same rows under another job; raises as `plan_memory`."""
-    memory = other.plan_memory()
+    other = opened.with_job(job)
+    # what is free now is less than before the first of two jobs of one budget
+    is_same = job.engine.memory_budget == opened.job.engine.memory_budget
+    memory = other.plan_memory(known_bytes=view.memory.budget_bytes if is_same else None)
     rows: list[PlanRow] = []
     summary = other.planner(memory).replan(keeping_rows(planned_shards(view.run), rows))
     return replace(

@@ -88,8 +88,9 @@ class Environment:
                 return {name: written(inner, (*key, name)) for name, inner in value.items()}
             if isinstance(value, list | tuple):
                 return [written(inner, (*key, index)) for index, inner in enumerate(value)]
-            value = without_credentials(value) if is_place(key) else value
-            return value.replace("${", "$${") if isinstance(value, str) else value
+            if not isinstance(value, str):
+                return value
+            return (without_credentials(value) if is_place(key) else value).replace("${", "$${")
 
         return written(dumped, ())
 

@@ -5,7 +5,7 @@ Every error names the file and line (or the -s argument), the key and the remedy
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,6 +44,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             environment = Environment(source.environment, _key_of(source, environment, job))
         job = job.with_environment(environment)
     return job
+
+
+def load_mapping(content: Mapping[str, Any]) -> Job:
+    """Read a job from the content of a job file; `extends` and `${NAME}` are for files.
+
+    Raises:
+        JobFileError: A value is wrong; all mistakes are named at once.
+    """
+    return _read(Source(Path("job"), dict(content)))
 
 
 def _key_of(source: Source, environment: Environment, job: Job) -> bytes:

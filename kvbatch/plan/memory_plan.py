@@ -57,12 +57,14 @@ def plan_memory(
     model: "ModelHandle",
     prompts: "AnyPromptBuilder",
     *,
+    other_bytes: int | None = None,
     cache: "KVCacheConfig | None" = None,
     known_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide the memory of a job.
 
     Args:
+        other_bytes: see `MemoryPlan`; by default what the process holds now.
         cache: the policy; the job's own by default.
         known_bytes: the budget in bytes, where an earlier session has resolved it.
 
@@ -93,4 +95,6 @@ def plan_memory(
         raise JobFileError(f"engine.memory_budget: {error.message(_JOB_KEYS)}") from error
     except ValueError as error:  # a policy that does not suit the model
         raise JobFileError(f"cache: {error}") from error
-    return MemoryPlan(config, budget, model.weight_bytes, resident_bytes())
+    return MemoryPlan(
+        config, budget, model.weight_bytes, resident_bytes() if other_bytes is None else other_bytes
+    )

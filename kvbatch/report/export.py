@@ -104,7 +104,7 @@ def _openai_batch(run: RunDirectory, options: ExportOptions) -> Iterator[str]:
     """Yield the lines of OpenAI's batch output, https://platform.openai.com/docs/guides/batch."""
     manifest = run.read_manifest()
     created = int(datetime.fromisoformat(manifest.created).timestamp())
-    for index, row in enumerate(_rows(run, options)):
+    for index, row in _numbered_rows(run, options):
         row_id = next(iter(row.values()))
         name = f"{manifest.run_id}-{index}"
         answer: Row = {
@@ -168,6 +168,12 @@ def _columns(run: RunDirectory, options: ExportOptions) -> list[str]:
 
 def _rows(run: RunDirectory, options: ExportOptions) -> Iterator[Row]:
     """Yield the columns of each exported row, those of the single answers included."""
+    return (row for _, row in _numbered_rows(run, options))
+
+
+def _numbered_rows(run: RunDirectory, options: ExportOptions) -> Iterator[tuple[int, Row]]:
+    """Yield the place of each exported row among all rows of the run, and its columns."""
+    start = 0
     run.read_manifest()  # so that what is no run directory is no empty export
     answer_columns = _answer_columns(run, output_columns(run))
     for table in iter_tables(run):
@@ -178,7 +184,8 @@ def _rows(run: RunDirectory, options: ExportOptions) -> Iterator[Row]:
             row = {name: plain_value(table.column(name)[i]) for name in names}
             answers = table.column("kvb_answers")[i].as_py() if answer_columns else None
             texts = [answer["output"] for answer in answers or ()] or [None] * len(answer_columns)
-            yield row | dict(zip(answer_columns, texts, strict=True))
+            yield start + i, row | dict(zip(answer_columns, texts, strict=True))
+        start += len(table)
 
 
 def _cell(value: Any) -> Any:

@@ -76,7 +76,7 @@ def load_status(path: Path) -> Status:
         "done_rows": rows.total(),
         "rows": dict(rows),
         "reused_rows": plan.num_reused if plan else 0,
-        "progress_ratio": own["prompt"] / planned if planned else None,
+        "progress_ratio": min(1.0, own["prompt"] / planned) if planned else None,
         "eta_s": _eta_s(plan, own, beat) if is_running and plan else None,
         "continue": continuation(run, manifest) if state == "stopped" else None,
         "run": str(run.path),

@@ -108,7 +108,8 @@ def _cache_lines(s: Summary) -> list[_Line]:
     """Say of a compressed cache what it saved, what it cost, and how fast it was."""
     kept = kept_text(s)
     if not kept:
-        return []
+        refused = "; ".join((s["quality"] or {}).get("problems", ()))
+        return [("cache", f"full: quality_guard refused the compressed one, {refused}")] if refused else []
     speed = f"; {s['tokens_per_s']:,.0f} tokens/s" if s["tokens_per_s"] else ""
     return [("cache", kept), ("", loss_text(s) + speed)]
 
@@ -117,11 +118,15 @@ def _document_lines(s: Summary) -> list[_Line]:
     """Say what became of documents that were too long or were cleaned."""
     lines = []
     if s["truncated"]:
-        lines.append(("truncated", f"{s['truncated']:,} rows, {s['dropped_tokens']:,} tokens dropped"))
+        lines.append(
+            ("truncated", f"{counted(s['truncated'], 'row')}, {s['dropped_tokens']:,} tokens dropped")
+        )
     if s["split"]:
-        lines.append(("split", f"{s['split']:,} rows into {s['parts']:,} parts, none of them lost"))
+        lines.append(
+            ("split", f"{counted(s['split'], 'row')} into {counted(s['parts'], 'part')}, none of them lost")
+        )
     if s["streamed"]:
-        text = f"{s['streamed']:,} rows, read whole and kept as far as a full context holds"
+        text = f"{counted(s['streamed'], 'row')}, read whole and kept as far as a full context holds"
         lines.append(("streamed", text))
     if s["removed_chars"]:
         lines.append(("cleaned", f"{s['removed_chars']:,} characters taken out of the documents"))

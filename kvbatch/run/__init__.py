@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _CallableRoom(ModuleType):
+class _CallablePackage(ModuleType):
     """Let `kvbatch.run(job)` run a job, though `kvbatch.run` is also the package of the modules that do it."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -15,4 +15,4 @@ class _CallableRoom(ModuleType):
         return run(*args, **options)
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _CallablePackage

@@ -6,10 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import ValidationError
-
 from kvbatch.errors import JobFileError
-from kvbatch.job_file.load import load_job
+from kvbatch.job_file.load import load_job, load_mapping
 from kvbatch.job_file.sections import Job
 from kvbatch.report.summary import Summary, load_summary
 from kvbatch.run.entry import Caller, run_job
@@ -47,7 +45,8 @@ class FinishedRun:
         """Return all output rows, in input order."""
         import polars as pl
 
-        return pl.concat([cast("pl.DataFrame", pl.from_arrow(table)) for table in self.tables()])
+        frames = [cast("pl.DataFrame", pl.from_arrow(table)) for table in self.tables()]
+        return pl.concat(frames) if frames else pl.DataFrame()
 
 
 def run(
@@ -76,8 +75,4 @@ def _loaded(job: str | Path | Mapping[str, Any] | Job, overrides: Sequence[str])
         raise JobFileError("overrides are for job files; change the mapping or the job itself")
     if isinstance(job, Job):
         return job
-    try:
-        return Job.model_validate(job)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise JobFileError("the job is not valid:", *lines) from error
+    return load_mapping(job)

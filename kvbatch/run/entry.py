@@ -37,7 +37,6 @@ from kvbatch.signals import Stopper
 
 if TYPE_CHECKING:
     from engine import EngineConfig, EngineCore
-    from kvbatch.corpus import Corpus
     from kvbatch.model.handle import ModelHandle
     from kvbatch.run.session import RunSession
 
@@ -194,7 +193,7 @@ def _recorded(
 
 
 def _done_run(
-    job: Job, corpus: "Corpus", resume: RunDirectory | None, reuse: Reuse | None, new_run: bool
+    job: Job, corpus: Corpus, resume: RunDirectory | None, reuse: Reuse | None, new_run: bool
 ) -> RunDirectory | None:
     """Return the run that leaves nothing to do, if there is one."""
     if resume:
