@@ -228,22 +228,19 @@ class EngineCore:
         """Return why a request can never run, or None."""
         prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
         if not prompt:
-            return "the prompt is empty; it needs a token"
+            return "the prompt is empty"
         if not 0 <= request.prefix_tokens < prompt:
             return f"a prompt of {prompt} tokens cannot share a prefix of {request.prefix_tokens}"
         context = self.model.config.max_context
         if request.streams:
             if not self.config.cache.can_stream or request.prefix_tokens:
-                return (
-                    "a streamed prompt needs a cache policy that scores chunk by chunk, and shares no prefix"
-                )
-            left = positions_left(
-                context, self.budget.prefill_buffer_tokens, new, len(request.probe_token_ids)
-            )
+                return "a streamed prompt needs a cache policy that scores by chunk, and shares no prefix"
+            buffered = self.budget.prefill_buffer_tokens
+            left = positions_left(context, buffered, new, len(request.probe_token_ids))
             if left < self.config.cache.chunk_size:
                 return (
                     f"the model's context of {context:,} is too short to stream: the newest "
-                    f"{self.budget.prefill_buffer_tokens:,} tokens and an answer leave {left:,} positions to all others"
+                    f"{buffered:,} tokens and an answer leave {left:,} positions to all others"
                 )
         elif request.max_tokens > context:
             return f"{prompt:,} prompt tokens and up to {new:,} new ones exceed the model's context of {context:,}"

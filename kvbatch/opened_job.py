@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvbatch.corpus import Corpus, InputSpec
+from kvbatch.corpus import Corpus
 from kvbatch.corpus.skipped import by_reason
 from kvbatch.job_file.environment import hiding, without_credentials
 from kvbatch.job_file.sections import Job
@@ -246,17 +246,12 @@ def opened_job(
     with hiding(job), make_progress(job, stream) as progress:
         progress.start("opening")
         kept = precision_to_keep(job, None, None, new_run=False)
-        yield open_job(job, Corpus(input_spec(job)), progress, stopper or Stopper(), kept=kept), progress
+        yield open_job(job, Corpus(job.input.spec()), progress, stopper or Stopper(), kept=kept), progress
 
 
 def make_progress(job: Job, stream: TextIO | None) -> Progress:
     """Return the progress of a job, which shows no value of the environment."""
     return Progress(stream, hide=job.environment.hide)
-
-
-def input_spec(job: Job) -> InputSpec:
-    """Return the job's input section as the corpus takes it."""
-    return job.input.spec()
 
 
 def choose_rows(

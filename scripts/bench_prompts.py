@@ -15,7 +15,6 @@ from kvbatch.corpus import Corpus
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import LongDocumentSection
 from kvbatch.model.handle import open_model
-from kvbatch.opened_job import input_spec
 from kvbatch.prompts.builder import PromptBuilder
 
 
@@ -23,7 +22,7 @@ def prompts_of(job_file: Path, num_prompts: int, max_new_tokens: int) -> tuple[P
     """Return the directory of a job's model, and prompts of documents drawn from its input."""
     job = load_job(job_file)
     model = open_model(job.model, job.engine, job.cache.policy)
-    documents = [document for document in Corpus(input_spec(job)).documents() if document.text]
+    documents = [document for document in Corpus(job.input.spec()).documents() if document.text]
     drawn = random.Random(7).sample(documents, min(num_prompts, len(documents)))
     builder = PromptBuilder(model.tokenizer, job.prompt)
     prompts = builder.build_batch(

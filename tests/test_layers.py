@@ -16,7 +16,7 @@ import pytest
 from kvcache.user_cache import user_cache
 
 ROOT = Path(__file__).parent.parent
-BELOW = "every room below it"
+BELOW = "every package below it"
 
 # Rooms and root modules from bottom to top, each with what it may import of this project. A package's own `__init__`
 # is no room: it is the door, and lies above all of them.

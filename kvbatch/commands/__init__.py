@@ -1,4 +1,4 @@
-"""The commands: before a run, for running, and after it. Imports: every room below it.
+"""The commands: before a run, for running, and after it. Imports: every package below it.
 
 Each command imports what it needs when it runs.
 """

@@ -1,1 +1,1 @@
-"""What a job will cost and lose, before it runs: plan, quality, tune. Imports: every room below it."""
+"""What a job will cost and lose, before it runs: plan, quality, tune. Imports: every package below it."""

@@ -1,4 +1,4 @@
-"""A job as it runs: session, shards, retries, limits. Imports: every room below it."""
+"""A job as it runs: session, shards, retries, limits. Imports: every package below it."""
 
 import sys
 from types import ModuleType

@@ -16,7 +16,7 @@ from kvbatch.corpus import Corpus
 from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
 from kvbatch.job_file.environment import hiding
 from kvbatch.job_file.sections import Job
-from kvbatch.opened_job import OpenedJob, choose_rows, input_spec, make_progress, open_job
+from kvbatch.opened_job import OpenedJob, choose_rows, make_progress, open_job
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.continuation import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
 from kvbatch.run_dir.describe import adopt_plan, describe_directory
@@ -93,7 +93,7 @@ def run_job(
     caller = caller or Caller()
     stopper = caller.stopper or Stopper()
     with hiding(job):
-        corpus = Corpus(input_spec(job))
+        corpus = Corpus(job.input.spec())
     home = resume.path.parent if resume else Path(job.output_dir)
     with (
         hiding(job),

@@ -1,1 +1,1 @@
-"""From scores to tiers and full pages. Imports: config, sizes, quantize, kernels, pages."""
+"""Evict and quantize by scores. Imports: config, sizes, quantize, kernels, pages."""

@@ -1,1 +1,1 @@
-"""Keys and values to pages of packed codes and back, in torch. Imports: sizes."""
+"""Keys and values quantized to pages of packed codes, and back: the reference, in torch. Imports: sizes."""

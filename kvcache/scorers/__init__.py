@@ -1,1 +1,1 @@
-"""Which tokens are kept: one scorer a file, and their registry. Imports: nothing."""
+"""Scores of tokens, higher to keep: one scorer a file, and their registry. Imports: nothing."""

@@ -119,7 +119,7 @@ def test_memory_and_positions_do_not_grow_with_the_prompt(model, cache):
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
-        (KVCacheConfig(), "scores chunk by chunk"),
+        (KVCacheConfig(), "scores by chunk"),
         (replace(WHOLE, chunk_size=256), "too short to stream"),
     ],
 )

@@ -25,9 +25,18 @@ def test_a_job_by_path_and_by_mapping(job_file):
     again = kvbatch.run(job)
     assert (again.is_new, again.path) == (False, first.path)
     assert pl.concat([pl.from_arrow(table) for table in again.tables(2)]).equals(rows)
-    with pytest.raises(JobFileError, match="the job is not valid") as error:
+    with pytest.raises(JobFileError, match="unknown key 'input.pth'") as error:
         kvbatch.run(job | {"input": {"pth": "x"}})
-    assert any("input.pth" in line for line in error.value.args)
+    assert "did you mean 'path'?" in str(error.value)
+    with pytest.raises(
+        JobFileError, match="'long_document.drop' is called 'long_document.truncation_side' now"
+    ):
+        kvbatch.run(job | {"long_document": {"drop": "head"}})
+
+
+def test_a_run_without_rows_has_an_empty_table(job_file):
+    path = job_file([])
+    assert kvbatch.run(path).output().is_empty()
 
 
 def test_it_is_found_without_its_modules_being_imported_first():
