@@ -4,6 +4,7 @@ It knows nothing of caches or sequences: all tokens of a step lie in one flat ro
 does the attention of each layer.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,8 @@ from kvcache.quantize.pages import rotation
 
 # attend(layer, q [T, H, D], k [T, KVH, D], v [T, KVH, D]) -> [T, H, D]; q and k after qk-norm and rope
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+_SUMMED_ELEMENTS = 1 << 20
 
 
 class Decoder:
@@ -115,7 +118,13 @@ class Decoder:
 
     def checksums(self) -> list[float]:
         """Return the sum of every weight tensor, which tells models of one shape apart."""
-        return [float(tensor.sum(dtype=torch.float64)) for tensor in _tensors(self._weights)]
+        return [
+            # torch copies what it sums in another type: an embedding at once would be four times its bytes
+            math.fsum(
+                float(part.sum(dtype=torch.float64)) for part in tensor.flatten().split(_SUMMED_ELEMENTS)
+            )
+            for tensor in _tensors(self._weights)
+        ]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:  # [N, hidden] -> float32 [N, vocab]

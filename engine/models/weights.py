@@ -6,7 +6,6 @@ load never holds the model twice. Every shape is checked before anything is copi
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -70,13 +69,14 @@ class Checkpoint:
             ModelError: no safetensors, a missing shard, a truncated or corrupt file.
         """
         self.path = path
-        self._files = ExitStack()
-        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the file, and the name there
+        self._handles: dict[Path, Any] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}  # by name: the file, and the name there
         try:
             for file in weight_files(path):
                 self._open(file)
+                self._stored |= {name: (file, name) for name in self._handles[file].keys()}  # noqa: SIM118 it is no dict
         except BaseException:
-            self._files.close()
+            self._close()
             raise
 
     def __enter__(self) -> Self:
@@ -85,7 +85,17 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         """Close every file."""
-        self._files.close()
+        self._close()
+
+    def release(self) -> None:
+        """Unmap the pages read so far: while they are mapped, they count as memory of the process.
+
+        Raises:
+            ModelError: a file is gone meanwhile.
+        """
+        self._close()
+        for file in list(self._handles):
+            self._open(file)
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the head tied to the embedding only where the files agree.
@@ -156,11 +166,11 @@ class Checkpoint:
 
     def _tensor(self, name: str) -> Tensor:
         file, stored_name = self._stored[name]
-        return file.get_tensor(stored_name)
+        return self._handles[file].get_tensor(stored_name)
 
     def _slice(self, name: str) -> Any:
         file, stored_name = self._stored[name]
-        return file.get_slice(stored_name)
+        return self._handles[file].get_slice(stored_name)
 
     def _are_equal(self, first: str, second: str) -> bool:
         one, other = self._slice(first), self._slice(second)
@@ -169,10 +179,13 @@ class Checkpoint:
         starts = range(0, one.get_shape()[0], _COMPARED_ROWS)
         return all(torch.equal(one[i : i + _COMPARED_ROWS], other[i : i + _COMPARED_ROWS]) for i in starts)
 
+    def _close(self) -> None:
+        for handle in self._handles.values():
+            handle.__exit__(None, None, None)
+
     def _open(self, file: Path) -> None:
         try:
-            handle = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
-            self._stored |= {name: (handle, name) for name in handle.keys()}  # noqa: SIM118 it is no dict
+            self._handles[file] = safe_open(file, framework="pt", device="cpu")
         except FileNotFoundError:
             raise ModelError(f"{file} is missing; fetch it") from None
         except (OSError, SafetensorError) as error:
@@ -257,6 +270,7 @@ def load_weights(
             return Projection(weight, bias.float() if isinstance(weight, PackedWeight) else bias)
 
         def layer(index: int) -> LayerWeights:
+            checkpoint.release()
             at = f"model.layers.{index}"
             attention, mlp = f"{at}.self_attn", f"{at}.mlp"
             return LayerWeights(

@@ -136,7 +136,7 @@ def tune(
         print_json({"best": best and best.name, "candidates": candidates})
     else:
         print(tune.render(found))
-    return 0 if best else LimitExceeded.exit_code
+    return 0 if any(c.verdict.holds for c in found) else LimitExceeded.exit_code
 
 
 @click.command()

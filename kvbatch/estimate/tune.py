@@ -62,8 +62,9 @@ def tune(
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of the fewest bytes that keeps the limits."""
-    return next((candidate for candidate in reversed(candidates) if candidate.verdict.holds), None)
+    """Return the candidate of the fewest bytes that keeps the limits; None if each that does takes the full cache's."""
+    found = next((candidate for candidate in reversed(candidates) if candidate.verdict.holds), None)
+    return found if found and (found.verdict.kv_kept_ratio or 1) < 1 else None
 
 
 def render(candidates: Sequence[Candidate]) -> str:
@@ -80,8 +81,12 @@ def render(candidates: Sequence[Candidate]) -> str:
         )
     best = cheapest(candidates)
     lines.append("")
-    if best is None:
-        lines.append("no candidate keeps the limits: run with the full cache, or give more room")
+    if best is None and any(candidate.verdict.holds for candidate in candidates):
+        lines.append(
+            "no candidate takes less than the full cache on these documents: set cache.preset to none"
+        )
+    elif best is None:
+        lines.append("no candidate keeps the limits: run with the full cache, or allow more loss")
     else:
         lines += ["the cheapest that keeps the limits:", "", "cache:"]
         lines += [f"  {key}: {value}" for key, value in best.keys.items()]

@@ -47,7 +47,8 @@ class MemoryPlan:
         return {
             "weights": self.weight_bytes,
             "pool": pool_bytes,
-            "buffers": self.budget.prefill_buffer_bytes + self.budget.workspace_bytes,
+            "buffers": self.budget.prefill_buffer_bytes,
+            "workspace": self.budget.workspace_bytes,
             "other": self.other_bytes,
         }
 

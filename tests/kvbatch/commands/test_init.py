@@ -127,3 +127,5 @@ def test_a_file_that_cannot_be_read_is_told_how_to_convert_it(tmp_path, monkeypa
     Path("a.csv").write_text("id,text\n1,fox\n")
     done = invoke("inspect", "a.csv")
     assert done.exit_code == 66 and "convert it: python -c" in done.stdout and "read_csv" in done.stdout
+    done = invoke("init", "a.csv", "--model", "nowhere")
+    assert done.exit_code == 66 and "a.csv: it is not JSONL" in done.stderr and "read_csv" in done.stderr
