@@ -1,4 +1,4 @@
-"""Which files a model directory consists of, and what stands in the place of one; no weights are read, and no torch."""
+"""List the files of a model directory, and detect placeholders. Reads no weights and imports no torch."""
 
 import json
 from pathlib import Path, PurePosixPath
@@ -10,9 +10,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 
-# Beside the weights: configuration, tokenizer, chat templates and code.
+# Files besides the weights: configuration, tokenizer, chat templates and code.
 _SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
-_TEMPLATES = "additional_chat_templates/*.jinja"  # where transformers keeps those that are not the default
+_TEMPLATES = "additional_chat_templates/*.jinja"  # where transformers stores the other chat templates
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEB_PAGE = (b"<!doctype html", b"<html")
 
@@ -38,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a model directory: the single one, else those that the index names.
+    """Return the safetensors files of a model directory: the single one, else those that the index lists.
 
     Raises:
         ModelError: there are none, or the index is unreadable or names a file outside the directory.
@@ -68,7 +68,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def model_files(path: Path) -> list[Path]:
-    """Return the files of a model directory that decide its answers, as far as they are there, sorted.
+    """Return the existing files of a model directory that affect its answers, sorted.
 
     Raises:
         ModelError: the index of the weights is unreadable or names a file outside the directory.
@@ -79,13 +79,13 @@ def model_files(path: Path) -> list[Path]:
 
 
 def holds_weights(path: Path) -> bool:
-    """Tell whether a directory has weights, if only some of those that its index names; raises as `weight_files`."""
+    """Return whether a directory has any weights, even if the index lists more files; raises as `weight_files`."""
     has_list = (path / SINGLE_FILE).exists() or (path / INDEX_FILE).exists()
     return has_list and any(file.exists() for file in weight_files(path))
 
 
 def described_stand_in(path: Path) -> str | None:
-    """Say what a file is that is not what its name says, and the remedy; None if nothing is known against it."""
+    """Return an error message if a file is a Git LFS pointer or a web page instead of model data, else None."""
     try:
         with path.open("rb") as stream:
             head = stream.read(256)

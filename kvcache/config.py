@@ -1,4 +1,4 @@
-"""The cache policy of a run: one object, checked when it is made."""
+"""The cache policy of a run: one object, validated when it is created."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvcache.scorers.registry import SCORERS
 
 METHODS = ("none", "sparse", "quant", "sparse+quant")
-# Of a key's or value's elements, 16 for the model's precision; each width has its packing in `kvcache.quantize.codes`.
+# Bits per element of a key or value; 16 is the model's precision. `kvcache.quantize.codes` packs each width.
 BITS: tuple[int, ...] = (16, 8, 4, 3, 2)
 BUDGETS = ("calibrated", "global", "per_head", "uniform", "layered")
 
@@ -27,29 +27,29 @@ class KVCacheConfig:
 
     Args:
         compress_method: `none` keeps every token at the model's precision, `sparse` drops the least important,
-            `quant` keeps all but the newest at fewer bits, `sparse+quant` does both.
-        keep_ratio: share of a prompt's tokens that are kept, the tail among them, sinks and recent window aside.
-        quant_bits: 16, 8, 4 or 3 for keys and values alike, or a pair (keys, values).
-        tiers: shares of tokens, each with its own bits, best scores first; `keep_ratio` and `quant_bits` are ignored if
-            they are given.
-        warmup_tokens: first tokens kept whole (attention sinks).
-        recent_tokens: newest tokens kept whole; of a prompt, at most as many as `delay` chunks hold.
-        tail_tokens: tokens before the recent ones at the prompt's end, of which none is dropped, since most heads
-            attend to near tokens; at most as many as `delay` chunks hold, and at most half of the tokens kept.
-        chunk_size: tokens scored and compressed at once.
-        delay: whole chunks that must follow a chunk before it is compressed.
-        scorer: which tokens score highest and are kept (`kvcache.scorers.registry`).
-        probe: let the question's tokens attend to each chunk before it is compressed, where the question is known.
+            `quant` quantizes all but the newest to fewer bits, `sparse+quant` does both.
+        keep_ratio: share of a prompt's tokens that are kept. It includes the tail, but neither sinks nor recent window.
+        quant_bits: 16, 8, 4 or 3 bits for both keys and values, or a pair (keys, values).
+        tiers: shares of tokens, each with its own bits; the highest scores take the first tier. With tiers,
+            `keep_ratio` and `quant_bits` are ignored.
+        warmup_tokens: number of first tokens (attention sinks) that are kept uncompressed.
+        recent_tokens: number of newest tokens that are kept uncompressed; of a prompt, at most `delay` chunks.
+        tail_tokens: number of tokens before the recent ones, at the prompt's end, that are never dropped, since most
+            heads attend to near tokens. They fit into `delay` chunks and are at most half of the tokens kept.
+        chunk_size: number of tokens that are scored and compressed at once.
+        delay: number of whole chunks that must follow a chunk before it is compressed.
+        scorer: method that scores tokens; the highest scores are kept (`kvcache.scorers.registry`).
+        probe: the question's tokens attend to each chunk before it is compressed, if the question is known.
         budget: how the number of kept tokens is divided among lanes (`kvcache.compress.allocation`).
-        floor_ratio: fraction of the uniform share that every lane keeps at least.
-        layer_budget: for budget `layered`, one weight per layer.
-        streaming: compress chunk by chunk; otherwise once, at the end of the prompt.
-        dtype: of tokens kept whole, in a full cache all tokens: `auto`, which is the model's, or `bfloat16`.
+        floor_ratio: minimum that every lane keeps, as a fraction of the uniform share.
+        layer_budget: one weight per layer, for budget `layered`.
+        streaming: compress each chunk while the prompt is read; otherwise compress once, at the end of the prompt.
+        dtype: precision of uncompressed tokens, which are all tokens of a full cache: `auto` is the model's precision.
         compensate: choose a quantized page's codes so that their errors cancel in attention scores and in the output
             projection (`error_compensation`); otherwise each number is rounded on its own.
         overlap: compress a chunk while the model reads the next one. Each chunk stays in its prefill buffer for one
-            chunk longer, so the generated text may differ. None is as False.
-        page_tokens: slots of a page when nothing is compressed.
+            chunk longer, so the generated text may differ. An unset value is false.
+        page_tokens: slots per page when nothing is compressed.
 
     Raises:
         ValueError: A value out of range or a contradiction, with the reason.
@@ -165,7 +165,7 @@ class KVCacheConfig:
         return replace(base, **values)
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
-        """Yield for each rule whether it holds and what to say if it does not."""
+        """Yield for each rule whether it holds, and the error message if it does not."""
         method, ratio = self.compress_method, self.keep_ratio
         yield method in METHODS, f"compress_method {method!r} is not known; use one of {', '.join(METHODS)}"
         yield 0 < ratio <= 1, f"keep_ratio must be in (0, 1], not {ratio}"

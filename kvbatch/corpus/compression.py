@@ -1,8 +1,8 @@
-"""Open a file and take its compression off, by magic bytes; owns what counts as truncated.
+"""Open a file and decompress it; the codec is detected from magic bytes.
 
-gzip, bz2 and xz are unpacked frame by frame here, because the standard file classes take whatever follows a
-frame for padding; zstd and lz4 go through pyarrow, which reports a cut frame (zstandard's stream reader does
-not).
+A stream that ends inside a frame is truncated and raises `StreamError`. gzip, bz2 and xz are decompressed frame by
+frame here, because the standard file classes treat any bytes after a frame as padding. zstd and lz4 are decompressed
+by pyarrow, which reports a truncated frame; zstandard's stream reader does not.
 """
 
 import bz2

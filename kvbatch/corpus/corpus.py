@@ -1,4 +1,4 @@
-"""The corpus of a job: its files checked up front, its rows as one stream; owns the order of rows."""
+"""The corpus of a job: its files are validated first, then its rows are read as one stream in a fixed order."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -53,7 +53,7 @@ class Corpus:
 
     @property
     def skipped(self) -> list[SkippedFile]:
-        """What lies in the input and is not read: what is no data, and bad files if `on_bad_file` says so."""
+        """Input files that are not read: files that are not data, and unreadable files if `on_bad_file` is `skip`."""
         return [*self._found.skipped, *(SkippedFile(bad.path, bad.message) for bad in self._bad_files)]
 
     @property
@@ -114,7 +114,7 @@ class Corpus:
         return merge_parquet(self._columns)
 
     def problems(self) -> list[FileProblem]:
-        """Open every file and say what cannot be read, or not together with the other files."""
+        """Open every file; return those that cannot be read, or whose column types clash with other files."""
         found = list(self._found.missing)
         if self.spec.on_bad_file == "fail":
             found += [*self._found.unreadable, *self._opened[1]]
@@ -149,7 +149,7 @@ class Corpus:
 
         Raises:
             InputError: what `check()` raises; a file cannot be read to its end, or changed since it was found; a
-                row is rejected, if `on_bad_row` says so; after the last row, a column that the job names is in no file.
+                row is rejected and `on_bad_row` is `fail`; after the last row, no file has a column that the job names.
             LimitExceeded: after the last row, `where` left out every row.
         """
         self.check()
@@ -198,7 +198,7 @@ class Corpus:
                 next(documents, None)
 
     def read(self, file: SourceFile, fields: FieldTypes) -> Iterator[Document]:
-        """Yield the rows of one file, telling `fields` about the values of its records.
+        """Yield the rows of one file, and record the values of its records in `fields`.
 
         Raises:
             InputError: the file cannot be read to its end.
@@ -210,7 +210,7 @@ class Corpus:
                     if problem.path == file.path:
                         raise InputError(f"{problem.path}: {problem.message}")
                 return  # it has no rows
-            merged = {} if self._parquet.problems else self._parquet.fields  # clashes are for check() to tell
+            merged = {} if self._parquet.problems else self._parquet.fields  # check() reports clashes
             yield from read_parquet(file, self.spec, columns, self._filter, merged)
             return
         reader = JsonlReader(file, self.spec, self._filter, fields)

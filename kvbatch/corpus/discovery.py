@@ -1,4 +1,7 @@
-"""Find the files that a job's paths name, in one order; owns what is ignored and what is skipped aloud."""
+"""Find the input files that a job's paths name, in a fixed order.
+
+Hidden files and files that are not data are skipped. Each skipped file is listed with its reason.
+"""
 
 import glob
 import hashlib
@@ -35,9 +38,9 @@ class SourceFile:
     end: bytes = b""
 
     def check_unchanged(self) -> None:
-        """Refuse the file if it is not as it was found, as far as its size and time of change tell.
+        """Refuse the file if its size or modification time differs from when it was found.
 
-        A log may have grown: no more of it is read than there was.
+        A JSONL file may have grown. Only the bytes that it had when it was found are read.
 
         Raises:
             InputError: it was written to otherwise, or is gone.
@@ -125,7 +128,7 @@ def discover(paths: Iterable[str], wanted: str, text_name: str) -> Discovery:
 
 
 def _hash_of_end(path: str, num_bytes: int) -> bytes:
-    """Return a hash of what lies before that byte, by which a file that grew is told from one that was rewritten."""
+    """Return a hash of the last bytes before `num_bytes`. It distinguishes a file that grew from a rewritten one."""
     with open(path, "rb") as file:
         file.seek(max(0, num_bytes - END_BYTES))
         return hashlib.sha256(file.read(min(num_bytes, END_BYTES))).digest()
@@ -156,7 +159,7 @@ def _expand(path: str, found: Discovery, wanted: str, text_name: str) -> Iterato
     else:
         candidates = _match(path, found)
         root = _fixed_part(path)
-        suffix = os.path.splitext(path)[1]  # `*.log` says what is wanted; no name ends like `*.*`
+        suffix = os.path.splitext(path)[1]  # `*.log` selects by suffix; `*.*` does not
         suffix = "" if glob.has_magic(suffix) else suffix
     # of a file that links make appear at several depths, the shortest path
     nearest: dict[str, list[str]] = {}

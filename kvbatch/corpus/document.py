@@ -1,4 +1,7 @@
-"""One row of the corpus, with where it came from; owns the rules for texts and for made-up ids."""
+"""One row of the corpus, with the file and row number it came from.
+
+Also decides which texts are blank, and derives the id of a row that has none.
+"""
 
 import hashlib
 import unicodedata

@@ -1,4 +1,4 @@
-"""Turn the value of an id column into the id of a row; owns what is no id."""
+"""Convert the value of an id column into the id of a row, or into None if the value cannot be an id."""
 
 import json
 
@@ -6,7 +6,7 @@ import json
 def id_from_json(value: object) -> str | int | None:
     """Return the id that a JSON value stands for: ints and strings as they are, other numbers as their text.
 
-    The text of a float is still a NumberText, so that a reader of ids can tell it from a string.
+    The text of a float stays a NumberText, which distinguishes it from a string.
 
     Returns:
         None for what cannot be an id (null, an empty string, a list, an object): the row gets one made up.

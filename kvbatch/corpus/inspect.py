@@ -1,6 +1,6 @@
-"""Show what a job would read, without a model; owns the form in which that is shown.
+"""Print the rows that a job would read, as JSON or as a summary, without loading a model.
 
-Nothing of a file that cannot be read to its end is shown: a reader must not take half of it for the whole.
+No row is printed of a file that cannot be read to its end, because its rows would be incomplete.
 """
 
 import json
@@ -59,7 +59,7 @@ def run_inspect(spec: InputSpec, *, as_json: bool, out: TextIO, err: TextIO) -> 
     """
     corpus = Corpus(spec)
     problem: FileProblem | None
-    # People see the kinds of all fields. Of Parquet the schema tells them, and a job need not be able to read them.
+    # The summary lists the types of all fields. For Parquet they come from the schema, so no other column is read.
     records = corpus if as_json else Corpus(replace(spec, passthrough="all"))
     refused = {problem.path: problem for problem in corpus.problems()}
     known = {file.path for file in corpus.files}

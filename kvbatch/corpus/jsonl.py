@@ -1,4 +1,4 @@
-"""Read one JSONL file row by row; owns the reasons for which a line is rejected."""
+"""Read one JSONL file row by row, validate each line and reject those that cannot be used."""
 
 import re
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class JsonlReader:
     """Read the documents of one JSONL file, once.
 
     Args:
-        fields: is told the passthrough values of every document, so that their types can be decided.
+        fields: records the passthrough values of every document; their types are decided from them.
     """
 
     def __init__(self, source: SourceFile, spec: InputSpec, row_filter: RowFilter | None, fields: FieldTypes):

@@ -1,4 +1,4 @@
-"""Cut a byte stream into lines at the byte 0x0A and nowhere else; owns line numbers and the size limit."""
+"""Split a byte stream into numbered lines at the byte 0x0A and nowhere else, with a limit on a line's size."""
 
 import re
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def iter_lines(stream: BinaryIO, max_bytes: int, chunk_bytes: int = CHUNK_BYTES)
         num_bytes += len(chunk) - end
         is_blank = is_blank and (is_space or not _REST_OF_LINE.search(chunk, end))
         if num_bytes > max_bytes:
-            parts.clear()  # the size is all that will be told of this line
+            parts.clear()  # of a line over the limit, only the size is reported
         else:
             parts.append(chunk[end:])
     if not is_blank:

@@ -1,4 +1,6 @@
-"""Requests of OpenAI's batch format, one a line; owns which of their keys are obeyed and which are refused.
+"""Validate and parse requests of OpenAI's batch format, one request per line.
+
+A key of a request is applied, ignored or rejected. A rejected key rejects its row.
 
 https://platform.openai.com/docs/guides/batch
 """
@@ -16,7 +18,7 @@ TEXT_NAME = "body"
 _URL = "/v1/chat/completions"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# a key that asks for what a key left out would give, too, is obeyed
+# accepted values of keys that are not supported: they have the same effect as leaving the key out
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -37,7 +39,7 @@ class ChatRequest:
     Args:
         messages: role and text of each.
         sampling: keys of a job's generation section that the row sets for itself.
-        template_arguments: what the row tells the chat template, over what the job does.
+        template_arguments: arguments of the chat template that the row sets; they override the job's arguments.
     """
 
     messages: tuple[tuple[str, str], ...]

@@ -1,9 +1,9 @@
-"""Read one Parquet file row by row; owns batch sizes and how its columns become ids, texts and values.
+"""Read one Parquet file in batches, and convert its columns into the ids, texts and values of rows.
 
-Memory: a batch of rows, the buffers of the columns read (1 MiB each) and one page of each. A row group is
-never held whole: at 20,000 bytes of text a row, one of 3,000 and one of 12,000 rows both took 64 MB. A batch
-is sized from the row groups' byte counts, which for dictionary-encoded text say little: it is read as a dictionary, so
-that a text that is repeated is held once.
+Memory holds a batch of rows and, for each column read, a buffer of 1 MiB and one page. A row group is never held
+whole: at 20,000 bytes of text a row, a row group of 3,000 rows and one of 12,000 rows both took 64 MB. The batch size
+is computed from the row groups' byte counts. These underestimate dictionary-encoded text. Such a column is therefore
+read as a dictionary, which holds a repeated text once.
 """
 
 from collections.abc import Iterator, Mapping

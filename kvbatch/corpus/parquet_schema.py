@@ -1,4 +1,4 @@
-"""Find the columns that a job names in one Parquet file; owns what is refused before a row is read."""
+"""Find the columns that a job names in one Parquet file, and validate the file before its rows are read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def parquet_error(path: str, error: Exception) -> InputError:
 def find_columns(source: SourceFile, spec: InputSpec, where: Sequence[str]) -> ParquetColumns | None:
     """Find the columns that the job needs and read one row of them; None for a file without rows.
 
-    Writers give columns without rows any type, so such a file has no say in what the columns are.
+    Writers give columns without rows an arbitrary type, so the column types of such a file are ignored.
 
     That one row brings to light an encrypted column or a codec that is not there, before the job starts. The
     metadata of columns that are not needed is left alone: pyarrow 26 aborts the process on an encrypted one.

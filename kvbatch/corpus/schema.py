@@ -1,6 +1,7 @@
-"""Give the output its id and passthrough columns one type each; owns clashes between files.
+"""Decide the types of the output's id and passthrough columns, and report types that clash between files.
 
-What Parquet files say is known up front; what JSONL records hold only after a whole pass.
+The types of Parquet columns are read from the schemas, before any row. The types of JSONL fields are known only after
+a whole pass over the records.
 """
 
 from collections.abc import Iterable, Mapping
@@ -164,7 +165,7 @@ def reserved_column(name: str) -> InputError:
 def decide_schema(
     spec: InputSpec, parquet: ParquetSchema, records: FieldTypes, ids: IdRange, record_file: str
 ) -> OutputSchema:
-    """Join what the Parquet files say with what a pass over the records found.
+    """Combine the types in the Parquet files' schemas with those that a pass over the records found.
 
     Raises:
         InputError: a field is of one type in Parquet and of another in JSONL, or hides an output column.

@@ -1,4 +1,4 @@
-"""What lies in the input and is not read: each file with its reason, and how that is told."""
+"""Input files that are not read, each with its reason, and the messages that report them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def by_reason(files: Iterable[SkippedFile]) -> list[dict[str, Any]]:
 
 
 def described(group: dict[str, Any]) -> str:
-    """Say of one group of `by_reason` which files were skipped and why."""
+    """Return a message that names the skipped files of one group of `by_reason`, and the reason."""
     return f"{named(group)}: skipped, {group['reason']}"
 
 
@@ -39,5 +39,5 @@ def named(group: dict[str, Any]) -> str:
 
 
 def notes(files: Iterable[SkippedFile]) -> list[str]:
-    """Say what the user should know: hidden files are counted and not worth a word."""
+    """Return the messages on skipped files. Hidden files get none."""
     return [described(group) for group in by_reason(file for file in files if file.reason != HIDDEN)]

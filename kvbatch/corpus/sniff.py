@@ -1,4 +1,7 @@
-"""Tell from a file's bytes what it is; owns the messages for what cannot be read and what is left out."""
+"""Detect the format and compression of a file from its first bytes.
+
+Also names the reason why a file cannot be read, or why a file of a directory is skipped.
+"""
 
 import os
 import re
@@ -9,7 +12,7 @@ from kvbatch.corpus.json_values import BadRecord, find_field, parse_record
 from kvbatch.errors import InputError
 
 HEAD_BYTES = 4096
-SNIFFED_BYTES = 1 << 16  # of a file that nothing but its content calls data
+SNIFFED_BYTES = 1 << 16  # read of a file whose suffix is neither that of JSONL nor of Parquet
 SNIFFED_LINES = 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET_SUFFIXES = (".parquet", ".pq", ".parq")
@@ -154,7 +157,7 @@ def why_no_data(path: str, wanted: str, text_name: str) -> str | None:
         text_name: the job's text column, which an object that stands alone in its file must have.
 
     Returns:
-        None if its bytes are Parquet or JSONL. The same if they cannot be looked at, so that reading it tells why.
+        None if its bytes are Parquet or JSONL. Also None if they cannot be read: opening the file raises the reason.
     """
     if path.lower().endswith(UNFINISHED_SUFFIXES):
         return "unfinished or a copy by its name"

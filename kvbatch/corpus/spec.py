@@ -1,4 +1,4 @@
-"""What a job says about its input; owns no reading."""
+"""The validated input settings of a job. No file is read here."""
 
 from dataclasses import dataclass
 from typing import Literal

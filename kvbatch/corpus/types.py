@@ -1,4 +1,4 @@
-"""Find the Arrow type that holds a column of two files without losing anything; owns what is a clash."""
+"""Find the Arrow type to which a column's types in two files widen without loss; types without one clash."""
 
 from itertools import chain
 

@@ -1,8 +1,8 @@
-"""What a compressed cache costs on this very corpus: sampled rows are answered from it and scored by the full cache.
+"""Measure what a compressed cache costs in quality on the job's own corpus.
 
-Owns `stats/quality.parquet`. A sampled row is read twice: once into the compressed cache, from which it is answered as
-in the job, and once into the full cache, which is asked how likely it holds each token of that answer to be. Of a row
-of several questions or parts one is sampled, by the seed, so that each has its rows.
+Writes `stats/quality.parquet`. Each sampled row is prefilled twice. The compressed cache generates the answer, as in
+the job. The full cache then scores the likelihood of each token of that answer. Of a row with several questions or
+parts, one is sampled by the seed, so that the sample is spread over questions and parts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a policy's sampled rows say together; figures are None if no row could be compared.
+    """The averages over a policy's sampled rows; figures are None if no row could be compared.
 
     Args:
         problems: the limits that it does not keep, in words.

@@ -1,7 +1,7 @@
-"""Which precision a job computes in, and why: what it says, what its rows were computed in so far, or what is faster.
+"""Choose the precision that a job computes in: the configured one, that of its earlier rows, or the faster one.
 
-Whether a CPU is fast at bfloat16 its flags do not tell: of those that have the instructions, some take twice as long as
-in float32. So both are timed once, and the result is kept in the user's cache.
+A CPU's flags do not predict its speed in bfloat16: some CPUs with the instructions take twice as long as in float32.
+Both precisions are therefore timed once, and the rates are stored in the user's cache.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from kvbatch.text import digest
 from kvcache.user_cache import user_cache
 
 NAMES = ("bfloat16", "float32")
-WORTH_RATIO = 0.9  # bfloat16 may be that much slower, for it takes half the memory
+WORTH_RATIO = 0.9  # bfloat16 is chosen from this share of the float32 rate on, since it takes half the memory
 
 Measure = Callable[[str | None], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A dtype by its name, why it is that, and GFLOP/s of each if they decided."""
+    """The name of a dtype, the reason for the choice, and the measured GFLOP/s of both dtypes if they decided it."""
 
     dtype: str
     reason: str
@@ -37,7 +37,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class KeptPrecision:
-    """What another run computes in, and on which device."""
+    """The precision and the device of an earlier run."""
 
     device: str
     precision: Precision
@@ -55,8 +55,8 @@ def choose_precision(
 
     Args:
         wanted: `model.dtype`.
-        kept: of the run whose rows stand beside the job's; it holds on where the device is the same.
-        measure: times a layer in both precisions.
+        kept: precision of the run whose rows are continued or reused; used if the device is the same.
+        measure: function that times a layer in both precisions.
     """
     if wanted != "auto":
         return Precision(wanted, "model.dtype")
@@ -66,7 +66,7 @@ def choose_precision(
         return Precision("bfloat16", f"model.dtype auto on {device}")
     try:
         gflops = _known_or(measure or _measure, weight_quant)
-    except OSError as error:  # no place for temporary files
+    except OSError as error:  # temporary files cannot be written
         return Precision("float32", f"nothing could be measured ({error})")
     if gflops["bfloat16"] > gflops["float32"]:
         return Precision("bfloat16", "measured here, faster", gflops)
@@ -76,7 +76,7 @@ def choose_precision(
 
 
 def _known_or(measure: Measure, weight_quant: str | None) -> dict[str, float]:
-    """Return rates from the user's cache, or measure and keep them; without a cache they are measured each time."""
+    """Return rates from the user's cache, or measure and store them. Without a cache, they are measured each time."""
     what = _machine() | {"weight_quant": weight_quant}
     path = None
     with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def _known_or(measure: Measure, weight_quant: str | None) -> dict[str, float]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return what a rate depends on: the CPU, its threads, and what multiplies."""
+    """Return what a rate depends on: the CPU, its threads, and the matrix multiplication in use."""
     import torch
 
     from engine.kernels.ops import library

@@ -1,4 +1,4 @@
-"""How many CPU threads a job computes on: what it says, else no more than there is CPU time for."""
+"""Choose the number of CPU threads: the configured one, else at most what the CPUs and the CPU quota allow."""
 
 import math
 import os
@@ -10,19 +10,19 @@ from engine.control_groups import cpu_quota
 
 @dataclass(frozen=True)
 class Threads:
-    """A number of threads and why it is that."""
+    """A number of threads and the reason for it."""
 
     count: int
     reason: str
 
 
 def choose_threads(wanted: int | None, available: int, root: Path = Path("/")) -> Threads:
-    """Return what the job says, else what is available within the CPUs and the quota of this process.
+    """Return the configured number, else the available one within the CPUs and the CPU quota of this process.
 
-    More threads than the quota pays for are stopped in the middle of their work, and the others wait for them.
+    With more threads than the quota allows, the kernel stops some threads during a step, and the others wait for them.
 
     Args:
-        wanted: `engine.threads`.
+        wanted: the value of `engine.threads`.
         available: torch's own choice.
         root: directory that holds `proc` and `sys`.
     """

@@ -1,4 +1,4 @@
-"""Which ids came before; owns the memory that this takes: 8 bytes an id."""
+"""Find ids that occur more than once, in 8 bytes of memory per id."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Cut a text into parts of so many tokens, between paragraphs, lines or blocks of code where that is possible.
 
-Owns where a part ends; knows no prompts. Joined without their overlap, the parts are the text.
+Decides where each part ends. Builds no prompts. The parts joined without their overlap are the text.
 """
 
 import re

@@ -1,11 +1,11 @@
-"""When a finished run is no success; owns what the ratios of `limits` count."""
+"""Compare a finished run with the ratios of `limits`; a run beyond one of them is no success."""
 
 from kvbatch.job_file.sections import LimitsSection
 from kvbatch.report.summary import Summary
 
 
 def over_limits(limits: LimitsSection, summary: Summary) -> str | None:
-    """Return why a run is no success, in words: its rows, those reused included, against the job's limits."""
+    """Return the reason why a run is no success, or None. Rows with reused answers count too."""
     rows = summary["rows"]
     if rows and not summary["ok"]:
         return f"none of {rows:,} rows got an answer"

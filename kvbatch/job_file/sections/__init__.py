@@ -1,6 +1,6 @@
 """The sections of a job file, one module each, as frozen pydantic models; `Job` holds all of them.
 
-Imports corpus, the engine's byte sizes and the cache policy; nothing that reads a file or opens a model.
+Imports corpus, the engine's byte sizes and the cache policy. Imports nothing that reads a file or opens a model.
 """
 
 from kvbatch.job_file.sections.base import Section

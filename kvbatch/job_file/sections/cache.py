@@ -1,6 +1,6 @@
 """The cache section: a preset, and a key for each field of `kvcache.config.KVCacheConfig` that differs from it.
 
-The policy alone says which keys there are, of which type and with which meaning. A field added there is a job key.
+The keys, their types and their meanings are read from that class. A field added there becomes a job key.
 """
 
 import re
@@ -17,12 +17,12 @@ _NO_KEYS = ("page_tokens",)  # fields that no job sets
 
 
 def _one_of(names: tuple[str, ...]) -> Any:
-    """Return the type of a key whose values the policy checks, and which the job file's schema lists."""
+    """Return the type of a key whose values the policy validates and the job file's schema lists."""
     schema = {"anyOf": [{"enum": list(names), "type": "string"}, {"type": "null"}]}
     return Annotated[str | None, WithJsonSchema(schema)]
 
 
-# fields whose values a job file writes otherwise than Python
+# fields whose type in a job file differs from their type in Python
 _TYPES = {
     "tiers": tuple[tuple[float, int, int], ...] | None,
     "scorer": _one_of(tuple(SCORERS)),
@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def _meanings(policy: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each argument, as sentences."""
+    """Return the meaning of each argument from the docstring of a class, as sentences."""
     found: dict[str, list[str]] = {}
     name = None
     for line in (policy.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0].splitlines():
@@ -44,7 +44,7 @@ def _meanings(policy: type) -> dict[str, str]:
 
 
 def _policy_keys() -> dict[str, Any]:
-    """Return the fields of the section's model: null stands for the preset's value."""
+    """Return the fields of the section's model. Null means the preset's value."""
     hints, meanings = get_type_hints(KVCacheConfig), _meanings(KVCacheConfig)
     return {
         field.name: (
@@ -66,14 +66,14 @@ else:
         __base__=Section,
         preset=(
             Literal[tuple(PRESETS)],
-            Field("none", description="A named policy; the keys below change it."),
+            Field("none", description="Named cache policy. The keys below override its values."),
         ),
         **_policy_keys(),
     )
 
 
 class CacheSection(_Keys):
-    """How keys and values are kept: a preset, and the keys that differ from it (`kvcache.config`)."""
+    """How keys and values are cached: a preset, and the keys that differ from it (`kvcache.config`)."""
 
     @model_validator(mode="after")
     def _is_a_policy(self) -> "CacheSection":

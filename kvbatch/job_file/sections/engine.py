@@ -10,22 +10,23 @@ from kvbatch.job_file.sections.base import Count, Section
 
 
 class EngineSection(Section):
-    """Where and in how much memory the job runs. Of the output, it decides only which rows are too big to run."""
+    """The device, memory and batch sizes of a job. They affect the output only in which rows are too large to run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; `auto` is the GPU where there is one."""
+    """Device that the model runs on. `auto` is the GPU if there is one, else the CPU."""
     memory_budget: str | float | int = "60%"
-    """Memory for keys, values and workspace: `60%` or `0.6` of what is free, `4GiB`, or bytes."""
+    """Memory for keys, values and workspace: `60%` or `0.6` of the free memory, `4GiB`, or a number of bytes."""
     step_tokens: Annotated[int, Field(ge=16)] = 1024
-    """The most tokens of one step of the model, prompts and answers together."""
+    """Maximum number of tokens in one step of the model, prompts and answers together."""
     max_sequences: Count = 64
-    """The most sequences that run at once."""
+    """Maximum number of sequences that run at once."""
     threads: Count | None = None
-    """CPU threads; by default as many as torch takes, within the CPUs and the CPU quota of the process."""
+    """Number of CPU threads. By default torch's choice, limited to the CPUs and the CPU quota of the process."""
     prompt_lookup: bool = True
-    """Draft tokens by prompt lookup when few rows are left, as long as that is faster; never with `deterministic`."""
+    """Propose draft tokens copied from the prompt or the answer so far when few rows are running. Draft tokens are
+    computed only while that is measured to be faster. Off with `deterministic`."""
     deterministic: bool = False
-    """The same output bytes whichever rows run together, and however often the run was interrupted."""
+    """Produce the same output bytes whichever rows run together and however often the run was interrupted."""
 
     @field_validator("memory_budget")
     @classmethod

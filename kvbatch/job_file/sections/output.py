@@ -11,8 +11,9 @@ class OutputSection(Section):
     """Where the run directory goes."""
 
     dir: str | None = None
-    """Directory of the job's runs; by default `runs/<name>`."""
+    """Directory of the job's runs. By default `runs/<name>`."""
     shard_rows: Count = 512
-    """Input rows of one output file, fewer where they come to 64 MiB; also the rows packed together."""
+    """Maximum input rows of one output file. A file ends earlier when its rows reach 64 MiB. The rows of one file are
+    packed together."""
     metrics: Annotated[str, Field(pattern=r"\.prom$")] | None = None
-    """File for the figures of the last run, in the Prometheus text format; by default none."""
+    """File that the metrics of the last run are written to, in the Prometheus text format. By default none."""

@@ -14,18 +14,18 @@ class PromptSection(Section):
     """What is asked of every document."""
 
     template: str | None = None
-    """What is asked, with `{text}` where the document goes; `{id}`, `{column}` and `{choices}` are filled too.
-    Required, except with format `openai-batch`, whose rows ask for themselves."""
+    """Prompt for every document. `{text}` is replaced by the document; `{id}`, `{column}` and `{choices}` are replaced
+    too. Required, except with format `openai-batch`, whose rows contain their prompts."""
     system: str | None = None
-    """The system message before the question; by default none."""
+    """System message before the prompt. By default none."""
     chat: Literal["auto"] | bool = "auto"
-    """Put the prompt into the tokenizer's chat template; `auto` where it has one."""
+    """Apply the tokenizer's chat template to the prompt. `auto` applies it if the tokenizer has one."""
     questions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Several questions about one document, which is read once: each fills `{question}`, the template's last
+    """Questions about each document, which is read once. Each question replaces `{question}`, the template's last
     placeholder."""
     clean: tuple[Cleaning, ...] = ()
-    """What is removed from every document: terminal sequences (`ansi`), invisible characters (`invisible`), long
-    encoded data (`blobs`)."""
+    """Remove from every document: terminal sequences (`ansi`), invisible characters (`invisible`), long encoded data
+    (`blobs`)."""
 
     @field_validator("template", "system")
     @classmethod
