@@ -1,6 +1,6 @@
 """From token ids to token ids: the engine over a paged KV cache.
 
-Owns models, attention, scheduling and sampling. Knows kvcache; knows nothing of files, prompts or jobs.
+It has models, attention, scheduling and sampling, over kvcache. Corpora, prompts and jobs are in kvbatch.
 """
 
 from typing import TYPE_CHECKING, Any

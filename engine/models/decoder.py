@@ -1,6 +1,6 @@
 """The decoder: token ids to hidden states to logits, for every supported architecture.
 
-It knows nothing of caches or sequences: all tokens of a step lie in one flat row, and the caller's `attend`
+It has no caches and no sequences: all tokens of a step lie in one flat row, and the caller's `attend`
 does the attention of each layer.
 """
 

@@ -1,6 +1,6 @@
 """YAML with places: what a job file says, and on which line it says it.
 
-Owns parsing, `${ENV}` and where a key stands. Knows nothing of what the keys mean.
+It parses YAML, expands `${ENV}` and keeps the place of every key. What the keys mean is in `sections`.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """A model's chat template, rendered as transformers renders it, but the same however often and whenever.
 
-Owns what a template sees beside the messages: the time, which is the run's own, and the job's arguments.
+Beside the messages a template gets the time, which is the run's own, and the job's arguments.
 """
 
 import hashlib

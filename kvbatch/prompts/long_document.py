@@ -1,6 +1,6 @@
 """Documents beyond the model's context: into parts, and from the parts' answers to one.
 
-Owns how a document is divided and how answers are put together, level by level; knows no engine.
+It divides documents and combines partial answers level by level; requests and results are in `kvbatch.run`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -40,7 +40,7 @@ class RunDirectory:
 
     @property
     def plan(self) -> Path:
-        """What every row will cost; `kvbatch.plan.planner` owns its content."""
+        """The plan of every row, as `kvbatch.plan.planner` writes it."""
         return self.path / "plan.parquet"
 
     @property
