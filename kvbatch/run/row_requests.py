@@ -1,7 +1,7 @@
 """One row on its way through the engine: a request, or one for every part and question, and those that follow.
 
 What is known beforehand comes from `LongDocuments.build_batch`; a request over partial answers is made when the last
-of them is there. It makes the requests of a row and sums their results; shards and the engine's loop are in `shard_loop`.
+of them is there. It makes the requests of a row and sums their results; `shard_loop` has shards and the engine's loop.
 """
 
 from collections import Counter
