@@ -1,8 +1,8 @@
 """The first pass over the corpus: what every row will cost, before any weight is loaded.
 
-It writes `plan.parquet` and `stats/bins.parquet`. A window of input rows becomes one output shard and one row group of
-the plan: `shard_rows` of them, or fewer whose texts take WINDOW_BYTES. Within it rows are packed into bins. The plan is the
-schedule: the run takes the plan's shards, and submits rows in its order.
+It writes `plan.parquet` and `stats/bins.parquet`. A window of input rows becomes one output shard and one row group
+of the plan: `shard_rows` of them, or fewer whose texts take WINDOW_BYTES. Within it rows are packed into bins. The
+plan is the schedule: the run takes the plan's shards, and submits rows in its order.
 """
 
 import hashlib
