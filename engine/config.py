@@ -11,7 +11,7 @@ class EngineConfig:
 
     Args:
         memory_budget_bytes: bytes for page pool and step workspace together, taken once at start.
-        step_tokens: the most tokens one step computes; lowered where the budget is small (`engine.budget`).
+        step_tokens: the most tokens one step computes; lowered where the budget is small (`engine.memory_division`).
         max_sequences: the most sequences that hold pages at once.
         pool_pages: blocks in the pool, where the caller knows the peak; never more than the budget holds.
         cache: the cache policy.

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from engine.budget import MIN_STEP_TOKENS, divide_budget
 from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.constraint import constrain
 from engine.errors import EngineError
+from engine.memory_division import MIN_STEP_TOKENS, divide_budget
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
 from engine.position_rebasing import positions_left

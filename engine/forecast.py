@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.budget import Budget
+from engine.memory_division import Budget
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence

@@ -40,9 +40,9 @@ def run_kvbatch(args: argparse.Namespace, prompts: Prompts) -> Measured:
     from transformers import AutoTokenizer
 
     from engine import EngineConfig, EngineCore, Request, SamplingParams
-    from engine.budget import cache_layout
     from engine.detokenizer import Detokenizer
     from engine.memory import resolve_budget
+    from engine.memory_division import cache_layout
     from engine.models import load_model
     from engine.models.basis import basis_for
     from engine.request_pages import request_pages

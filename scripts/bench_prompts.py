@@ -15,7 +15,7 @@ from kvbatch.corpus import Corpus
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import LongDocumentSection
 from kvbatch.model.handle import open_model
-from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.rendering import PromptBuilder
 
 
 def prompts_of(job_file: Path, num_prompts: int, max_new_tokens: int) -> tuple[Path, list[dict[str, Any]]]:

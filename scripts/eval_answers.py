@@ -29,7 +29,7 @@ from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
 from kvbatch.model.source import resolve_model
-from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.rendering import PromptBuilder
 from kvcache.config import KVCacheConfig
 
 

@@ -30,7 +30,7 @@ from engine.models.basis import ROTATED
 from engine.teacher_forcing import Reading, reading
 from kvbatch.estimate.pareto_plot import Point, draw_frontier
 from kvbatch.model.source import resolve_model
-from kvbatch.prompts.builder import REPEAT
+from kvbatch.prompts.rendering import REPEAT
 from kvcache.config import KVCacheConfig
 
 NUM_CODES = 4

@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "opening": ("kvbatch.model.handle:open_model", "kvbatch.corpus.corpus:Corpus.check"),
     "reading": ("kvbatch.corpus.corpus:Corpus.documents",),
     "tokenizing": (
-        "kvbatch.prompts.builder:PromptBuilder.build_batch",
+        "kvbatch.prompts.rendering:PromptBuilder.build_batch",
         "engine.engine_core:EngineCore._problem",
     ),
     "planning": ("kvbatch.plan.planner:Planner.write",),

@@ -53,7 +53,7 @@ HOUSE: dict[str, dict[str, str]] = {
         "product_speed": BELOW,
         "head_calibration": BELOW,
         "request_pages": BELOW,
-        "budget": BELOW,
+        "memory_division": BELOW,
         "attention": "models, kvcache",
         "cache": BELOW,
         "forecast": BELOW,

@@ -15,8 +15,8 @@ from engine.attention.cpu import flash
 from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.protocol import PageKernels, PrefillOptions
 from kvcache.pages.prefill_buffer import PrefillBuffer
-from kvcache.scorers.base import Observation, Scorer
 from kvcache.scorers.probe import raise_by_probes
+from kvcache.scorers.protocol import Observation, Scorer
 
 # Keys and values of each KV head, float32 `[n, D]`; n differs between heads.
 Lanes = list[tuple[Tensor, Tensor]]

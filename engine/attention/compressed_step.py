@@ -12,7 +12,7 @@ from kvcache.kernels.page_table import PageTable
 from kvcache.kernels.registry import kernels_for
 from kvcache.pages.block_pool import BlockPool
 from kvcache.pages.prefill_buffer import PrefillBuffer
-from kvcache.scorers.base import Scorer
+from kvcache.scorers.protocol import Scorer
 from kvcache.sequence.compressed import CompressedCache
 from kvcache.sizes.compressed import CompressedLayout
 

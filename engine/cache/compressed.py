@@ -1,12 +1,12 @@
 """Scored, tiered, quantized: sequences in a compressed cache."""
 
 from engine.attention.compressed_step import ChunkSpan, CompressedAttention
-from engine.budget import Budget
 from engine.cache.base import CacheBackend, RunUncached, whole_dtype
 from engine.cache.compressed_pool import CompressedPool
 from engine.cache.scoring import Scoring
 from engine.cache.streamed_prompts import StreamedPrompts
 from engine.config import EngineConfig
+from engine.memory_division import Budget
 from engine.models.decoder import Attend, Decoder
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence

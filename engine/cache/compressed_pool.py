@@ -2,10 +2,10 @@
 
 import torch
 
-from engine.budget import Budget
 from engine.cache.base import whole_dtype
 from engine.config import EngineConfig
 from engine.head_calibration import calibrate
+from engine.memory_division import Budget
 from engine.models.decoder import Decoder
 from kvcache.compress.background import BackgroundCompressor
 from kvcache.compress.compressor import Compressor

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from engine.attention import get_backend
 from engine.attention.cpu import attend_in_parts
-from engine.budget import Budget
 from engine.cache.base import CacheBackend, RunUncached, whole_dtype
 from engine.config import EngineConfig
+from engine.memory_division import Budget
 from engine.models.decoder import Attend, Decoder
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence

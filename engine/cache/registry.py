@@ -1,8 +1,8 @@
 """The cache that a policy needs."""
 
-from engine.budget import Budget
 from engine.cache.base import CacheBackend
 from engine.config import EngineConfig
+from engine.memory_division import Budget
 from engine.models.decoder import Decoder
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.budget import Budget
+from engine.memory_division import Budget
 from engine.models.decoder import Decoder
 from engine.position_rebasing import StreamPositions, positions_left
 from engine.sequence import Sequence

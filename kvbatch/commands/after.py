@@ -33,7 +33,7 @@ def status(run_path: Path, as_json: bool) -> int:
 @guarded
 def report(run_path: Path, as_json: bool) -> int:
     """Print the summary of RUN and write its page: runs/<job> for the latest run, or runs/<job>/<run id>."""
-    from kvbatch.report.html import write_page
+    from kvbatch.report.html.page import write_page
     from kvbatch.report.summary import load_summary
     from kvbatch.report.summary_text import render
     from kvbatch.run_dir.find_runs import open_run

@@ -19,13 +19,13 @@ from kvbatch.job_file.template import parse_template
 from kvbatch.opened_job import OpenedJob, choose_rows, make_plan, opened_job
 from kvbatch.plan.preset_advice import preset_advice
 from kvbatch.run_dir.commit import planned_shards
-from kvbatch.run_dir.continuation import find_plan, kept_budget_bytes
 from kvbatch.run_dir.describe import describe_directory
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import plan_directory
 from kvbatch.run_dir.fingerprint import RENDERED, config_hash, job_fingerprint
 from kvbatch.run_dir.lock import IfLocked, job_lock
 from kvbatch.run_dir.plan_file import PlanRow, PlanSummary
+from kvbatch.run_dir.resume import find_plan, kept_budget_bytes
 from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.staging import drafted, publish
 from kvbatch.run_dir.stats_files import read_stats

@@ -154,8 +154,8 @@ class QualitySample:
     def _engine(self, policy: "KVCacheConfig", requests: Sequence["Request"]) -> "EngineCore":
         """Return an engine whose pool holds the longest of the rows, alone."""
         from engine import EngineCore
-        from engine.budget import cache_layout
         from engine.detokenizer import Detokenizer
+        from engine.memory_division import cache_layout
         from engine.request_pages import prefix_pages, request_pages
 
         # Guesses would come and go with the machine's load, and with them the last digits.

@@ -1,1 +1,1 @@
-"""Memory and bins. Imports: errors, text, atomic_file, corpus, job_file, model, run_dir, prompts, engine, kvcache."""
+"""Rows to bins. Imports: errors, text, atomic_file, corpus, job_file, model, run_dir, prompts, engine, kvcache."""

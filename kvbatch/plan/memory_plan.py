@@ -8,7 +8,7 @@ from kvbatch.job_file.sections import Job
 
 if TYPE_CHECKING:
     from engine import EngineConfig
-    from engine.budget import Budget
+    from engine.memory_division import Budget
     from kvbatch.model.handle import ModelHandle
     from kvbatch.prompts.chat import AnyPromptBuilder
     from kvcache.config import KVCacheConfig
@@ -73,11 +73,11 @@ def plan_memory(
         JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
     """
     from engine import EngineConfig
-    from engine.budget import divide_budget
     from engine.errors import BudgetError
     from engine.head_calibration import calibration_text
     from engine.memory import resident_bytes, resolve_budget
-    from kvbatch.prompts.builder import REPEAT
+    from engine.memory_division import divide_budget
+    from kvbatch.prompts.rendering import REPEAT
 
     try:
         config = EngineConfig(

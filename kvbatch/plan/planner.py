@@ -37,7 +37,7 @@ from kvbatch.run_dir.plan_file import (
 from kvbatch.run_dir.row_hash import prompt_content, row_line
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
+    from engine.memory_division import Budget
     from kvbatch.corpus import Document
     from kvbatch.run_dir.previous_rows import PreviousRows
 

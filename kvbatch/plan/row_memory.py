@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvbatch.prompts.row_shape import RowShape
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
+    from engine.memory_division import Budget
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from kvbatch.corpus.openai_batch import ChatRequest, parse_body
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import GenerationSection, Job, LongDocumentSection
-from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.chat_pieces import uses_chat
 from kvbatch.prompts.chat_template import MARK, ChatTemplate, mark
 from kvbatch.prompts.prompt import Prompt, PromptDocument
-from kvbatch.prompts.rendering import uses_chat
+from kvbatch.prompts.rendering import PromptBuilder
 from kvbatch.prompts.sampling import StopTokens
 from kvbatch.prompts.tokenizer import PieceTokenizer
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import Job, LongDocumentSection
-from kvbatch.prompts.builder import MAX_PROBE_TOKENS, PromptBuilder
 from kvbatch.prompts.prompt import Prompt, PromptDocument
+from kvbatch.prompts.rendering import MAX_PROBE_TOKENS, PromptBuilder
 from kvbatch.prompts.row_shape import RowShape
 from kvbatch.prompts.split import split_text
 

@@ -18,7 +18,6 @@ from kvbatch.job_file.environment import hiding
 from kvbatch.job_file.sections import Job
 from kvbatch.opened_job import OpenedJob, choose_rows, make_progress, open_job
 from kvbatch.progress.display import Progress
-from kvbatch.run_dir.continuation import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
 from kvbatch.run_dir.describe import adopt_plan, describe_directory
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.event_log import RunLog, write_heartbeat
@@ -30,6 +29,7 @@ from kvbatch.run_dir.find_runs import (
     point_latest,
 )
 from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
+from kvbatch.run_dir.resume import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
 from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
 from kvbatch.run_dir.verify import find_problems

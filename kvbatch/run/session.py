@@ -12,7 +12,6 @@ from kvbatch.estimate.step_time import keep_speed
 from kvbatch.job_file.sections import CacheSection
 from kvbatch.opened_job import OpenedJob, make_plan
 from kvbatch.progress.display import Progress
-from kvbatch.report import html
 from kvbatch.report import summary as report
 from kvbatch.run.limits import over_limits
 from kvbatch.run.repair import check_whole, restore_files, restore_plan
@@ -22,7 +21,7 @@ from kvbatch.run_dir.directory import PLAN_FILES, RunDirectory
 from kvbatch.run_dir.event_log import RunLog
 from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.record import write_record
-from kvbatch.run_dir.recovery import Recovered, recover
+from kvbatch.run_dir.resume import Recovered, recover
 from kvbatch.run_dir.stats_files import kept_stats, write_stats
 from kvbatch.signals import Stopper
 from kvbatch.text import counted, format_bytes
@@ -121,8 +120,10 @@ class RunSession:
 
     def _write_page(self, run: RunDirectory, summary: report.Summary, log: RunLog) -> None:
         """Write the report; a run whose rows are safe does not fail because of it."""
+        from kvbatch.report.html.page import write_page
+
         try:
-            html.write_page(run, {**summary, "page": str(run.page)})
+            write_page(run, {**summary, "page": str(run.page)})
         except BaseException as error:
             if not isinstance(error, KvbatchError) and not is_fault(error):
                 raise

@@ -21,7 +21,7 @@ from kvbatch.run_dir.fingerprint import config_hash
 from kvbatch.run_dir.output_schema import OUTPUT_FIELDS
 from kvbatch.run_dir.plan_file import PlanSummary
 from kvbatch.run_dir.previous_rows import ReusedRows
-from kvbatch.run_dir.recovery import Recovered
+from kvbatch.run_dir.resume import Recovered
 from kvbatch.run_dir.reuse import Reuse
 from kvbatch.run_dir.wal import WriteAheadFile
 

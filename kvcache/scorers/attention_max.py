@@ -7,7 +7,7 @@ output nothing but these scores needs, the engine lets a quarter of the queries 
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 
 class AttentionMax(Scorer):

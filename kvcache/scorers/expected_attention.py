@@ -8,7 +8,7 @@ statistics are of the newest chunk's rotated queries, the nearest to those that 
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 
 class ExpectedAttention(Scorer):

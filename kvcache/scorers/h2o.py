@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 
 class H2O(Scorer):

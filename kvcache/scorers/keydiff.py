@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 
 class KeyDiff(Scorer):

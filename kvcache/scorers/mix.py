@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.scorers.attention_max import AttentionMax
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 WEIGHT = 4.0
 WINDOW = 32

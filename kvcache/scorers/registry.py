@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache.scorers.base import Scorer  # imports torch, which a policy does not need
+    from kvcache.scorers.protocol import Scorer  # imports torch, which a policy does not need
 
 # name -> module and class; one method, one file
 SCORERS = {

@@ -6,7 +6,7 @@ Here the window ends with each chunk, since a chunk is scored when the next one 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 WINDOW = 64
 POOL = 5

@@ -6,7 +6,7 @@ Within a chunk the later tokens win; sinks are kept by the cache itself (`warmup
 import torch
 from torch import Tensor
 
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 
 
 class Streaming(Scorer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, Request
-from engine.budget import divide_budget
+from engine.memory_division import divide_budget
 from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.compress.background import BackgroundCompressor

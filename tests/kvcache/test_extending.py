@@ -11,7 +11,7 @@ from kvcache.kernels.registry import compiled_kernels, kernels_for
 from kvcache.pages.block_pool import BlockPool
 from kvcache.pages.prefill_buffer import PrefillBufferPool
 from kvcache.quantize.codes import PACKINGS, Packing, pack_codes, unpack_codes
-from kvcache.scorers.base import Observation, Scorer
+from kvcache.scorers.protocol import Observation, Scorer
 from kvcache.scorers.registry import SCORERS, get_scorer
 from kvcache.sequence.compressed import CompressedCache
 from kvcache.sizes.compressed import CompressedLayout

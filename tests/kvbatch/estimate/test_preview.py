@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from engine.budget import Budget
 from engine.forecast import Forecast, PlannedRow, SpeedFit, forecast
+from engine.memory_division import Budget
 from kvbatch.cli import cli
 from kvbatch.estimate import preview as planning
 from kvbatch.prompts.tokenizer import PieceTokenizer

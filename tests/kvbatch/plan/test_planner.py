@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 import polars as pl
 import pytest
 
-from engine.budget import Budget
+from engine.memory_division import Budget
 from kvbatch.job_file.load import load_job
 from kvbatch.plan.planner import Planner
-from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments
+from kvbatch.prompts.rendering import PromptBuilder
 from kvbatch.run_dir.plan_file import read_plan
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.compressed import CompressedLayout

@@ -16,8 +16,8 @@ from kvbatch.errors import JobChanged, JobFileError
 from kvbatch.estimate.preview import plan_job
 from kvbatch.job_file.load import load_job
 from kvbatch.job_file.sections import PromptSection
-from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.chat_template import ChatTemplate
+from kvbatch.prompts.rendering import PromptBuilder
 from kvbatch.run.entry import run_job
 from kvbatch.run_dir.find_runs import open_run
 from kvbatch.run_dir.plan_file import read_plan

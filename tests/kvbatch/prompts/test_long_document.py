@@ -9,8 +9,8 @@ import pytest
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.load import load_job
-from kvbatch.prompts.builder import PromptBuilder
 from kvbatch.prompts.long_document import LongDocuments, group_answers
+from kvbatch.prompts.rendering import PromptBuilder
 from kvbatch.report.summary import load_summary
 from kvbatch.report.summary_text import render
 from kvbatch.run.entry import run_job

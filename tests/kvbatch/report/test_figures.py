@@ -53,7 +53,9 @@ def compressible(tmp_path, tiny_model):
     ids=["full", "compressed-streamed", "compressed-questions-split", "split"],
 )
 def test_no_figure_contradicts_another(job_file, compressible, monkeypatch, sections):
-    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)  # which takes longer than the run
+    monkeypatch.setattr(
+        "kvbatch.report.html.page.write_page", lambda *_: None
+    )  # which takes longer than the run
     records = [{"id": n, "text": LINES[: 60 + 150 * n]} for n in range(6)] + [{"id": "long", "text": LINES}]
     path = job_file(
         records, model=compressible, **{"prompt": {"template": INSTRUCTION + "{text}"}} | sections

@@ -16,7 +16,7 @@ import pytest
 from kvbatch.errors import LimitExceeded
 from kvbatch.estimate.quality import SCHEMA as QUALITY_SCHEMA
 from kvbatch.job_file.load import load_job
-from kvbatch.report.html import write_page
+from kvbatch.report.html.page import write_page
 from kvbatch.run.entry import run_job
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -133,7 +133,7 @@ def test_everything_foreign_is_escaped_and_no_document_is_quoted(run):
 
 
 def test_a_page_that_cannot_be_written_fails_no_run(job_file, monkeypatch, capsys):
-    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvbatch.report.html.page.write_page", lambda *_: 1 / 0)
     found = run_job(load_job(job_file([{"id": "a", "text": "fox"}]))).run
     assert found.is_success and not found.page.exists()
     assert "report.html was not written, ZeroDivisionError" in capsys.readouterr().err

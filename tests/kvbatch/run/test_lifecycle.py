@@ -45,7 +45,7 @@ def tree(path=HOME):
 
 
 def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
-    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)
+    monkeypatch.setattr("kvbatch.report.html.page.write_page", lambda *_: None)
     path = job_file(RECORDS, output={"shard_rows": 4})
     run(path)
     assert kvbatch("plan", path).exit_code == 0
@@ -84,7 +84,7 @@ def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
 
 
 def test_a_run_that_is_planned_is_seen_and_what_a_kill_leaves_of_it_is_cleared(job_file, monkeypatch):
-    monkeypatch.setattr("kvbatch.report.html.write_page", lambda *_: None)
+    monkeypatch.setattr("kvbatch.report.html.page.write_page", lambda *_: None)
     path = job_file(RECORDS)
     complete = run(path)
     make_plan, seen = opened_job.make_plan, []

@@ -22,7 +22,7 @@ from kvbatch.errors import (
     OutputError,
 )
 from kvbatch.job_file.load import load_job
-from kvbatch.prompts.builder import REPEAT
+from kvbatch.prompts.rendering import REPEAT
 from kvbatch.prompts.sampling import row_seed
 from kvbatch.report.summary import load_summary
 from kvbatch.report.summary_text import render

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvcache.compress.allocation import EVICTED, assign_tiers
 from kvcache.compress.lane_shares import LaneShares
-from kvcache.scorers.base import Observation
 from kvcache.scorers.probe import raise_by_probes
+from kvcache.scorers.protocol import Observation
 from kvcache.scorers.registry import SCORERS, get_scorer
 
 

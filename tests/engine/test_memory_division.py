@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.budget import divide_budget
 from engine.config import EngineConfig
 from engine.errors import BudgetError
 from engine.memory import available_bytes, parse_budget, resolve_budget
+from engine.memory_division import divide_budget
 from engine.models.config import ModelConfig
 from kvcache.pages.page_pool import PagePool
 from tests.engine.models.tiny_models import save_tiny_model

@@ -1,23 +1,49 @@
-"""From figures to HTML. Every text of input, job file or machine goes through `escape` on its way."""
+"""`report.html`: a run drawn on one page that fetches nothing.
+
+Every text of input, job file or machine goes through `escape` on its way.
+"""
 
 import json
 from datetime import datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from kvbatch.atomic_file import write_text
 from kvbatch.corpus.skipped import named
 from kvbatch.report.headline import commands, headline
 from kvbatch.report.html import plots
 from kvbatch.report.html.elements import caption, escape, figure, section, short, table
-from kvbatch.report.html.figures import Columns, Figures, QualityFigures
+from kvbatch.report.html.figures import Columns, Figures, QualityFigures, compute
 from kvbatch.report.html.tiles import render_tiles
-from kvbatch.report.summary import Summary
+from kvbatch.report.summary import Summary, load_summary
+from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.manifest import Manifest
 from kvbatch.text import format_bytes
 
 _MAX_QUALITY_ROWS = 20
 # No script, and nothing that could be fetched: even a page with a hole in its escaping would send nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def write_page(run: RunDirectory, summary: Summary | None = None) -> Path:
+    """Write the page of a run, ended or not, and return its path.
+
+    Args:
+        summary: of a run that is about to end; else what `load_summary` says.
+
+    Raises:
+        InputError: It is no run directory.
+        OutputError: The page cannot be written.
+    """
+    page = render_page(
+        summary or load_summary(run.path),
+        compute(run),
+        run.read_manifest(),
+        run.job_file.read_text(encoding="utf-8", errors="replace") if run.job_file.is_file() else "",
+    )
+    write_text(run.page, page)
+    return run.page
 
 
 def render_page(summary: Summary, figures: Figures, manifest: Manifest, job: str) -> str:

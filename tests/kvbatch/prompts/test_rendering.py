@@ -6,7 +6,7 @@ import pytest
 
 from kvbatch.errors import JobFileError
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
-from kvbatch.prompts.builder import PromptBuilder
+from kvbatch.prompts.rendering import PromptBuilder
 
 ERROR = LongDocumentSection()
 
