@@ -56,8 +56,9 @@ class StreamedPrompts:
         ]
         if any(offsets):
             shift = torch.tensor(offsets, device=prefill_buffer.keys.device)
-            for keys in prefill_buffer.keys[:, :, :length]:  # one layer at a time: float32 copies are large
-                keys.copy_(self._move_keys(keys, shift))
+            # one layer at a time: float32 copies are large
+            for layer, keys in enumerate(prefill_buffer.keys[:, :, :length]):
+                keys.copy_(self._move_keys(layer, keys, shift))
             sequence.position += moved
 
     def _longest(self, sequence: Sequence) -> int | None:

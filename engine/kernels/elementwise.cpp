@@ -96,12 +96,13 @@ void hadamard(float* x, int dim) {
   for (int i = 0; i < dim; i += 8) store(x + i, butterfly<1>(butterfly<2>(butterfly<4>(load(x + i)))) * factor);
 }
 
-// Query and key heads in place: norm where there are weights, rotary embedding, Hadamard matrix where it is wanted.
+// Query and key heads in place: norm where there are weights, rotary embedding, Hadamard matrix where `turned` has a 1
+// for the head's KV head.
 template <class T>
 void rotate(T* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int dim, const float* cos,
-            const float* sin, const T* q_norm, const T* k_norm, float eps, bool spread, int threads) {
+            const float* sin, const T* q_norm, const T* k_norm, float eps, const uint8_t* turned, int threads) {
   by_row(num_rows, dim, threads, [=](int64_t row, float* room) {
-    const int half = dim / 2;
+    const int half = dim / 2, group = num_q / num_k;
     const float *c = cos + row * half, *s = sin + row * half;
     for (int head = 0; head < num_q + num_k; head++) {
       T* at = x + row * stride + head * dim;
@@ -113,7 +114,7 @@ void rotate(T* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int di
         store(room + i, a * load(c + i) - b * load(s + i));
         store(room + half + i, b * load(c + i) + a * load(s + i));
       }
-      if (spread) hadamard(room, dim);
+      if (turned && turned[head < num_q ? head / group : head - num_q]) hadamard(room, dim);
       for (int i = 0; i < dim; i += 8) write(at + i, load(room + i));
     }
   });
@@ -148,10 +149,10 @@ void kvb_quantize_rows(int is_bf16, const void* x, int64_t num_rows, int width, 
 }
 
 void kvb_rotate(int is_bf16, void* x, int64_t stride, int64_t num_rows, int num_q, int num_k, int dim,
-                const float* cos, const float* sin, const void* q_norm, const void* k_norm, float eps, int spread,
-                int threads) {
+                const float* cos, const float* sin, const void* q_norm, const void* k_norm, float eps,
+                const uint8_t* turned, int threads) {
   FOR_BOTH(rotate((T*)x, stride, num_rows, num_q, num_k, dim, cos, sin, (const T*)q_norm, (const T*)k_norm, eps,
-                  spread, threads))
+                  turned, threads))
 }
 
 }

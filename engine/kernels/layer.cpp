@@ -16,11 +16,12 @@ struct Matrix {
 
 struct Layer {
   const void *attention_norm, *q_norm, *k_norm, *mlp_norm;
+  const uint8_t* turned;  // of each KV head, whether its queries and keys are; or null
   Matrix qkv, output, gate_up, down;
 };
 
 struct Model {
-  int is_bf16, hidden, num_q, num_k, head_dim, spread;
+  int is_bf16, hidden, num_q, num_k, head_dim;
   float eps;
 };
 
@@ -57,7 +58,7 @@ struct Step {
     norm(hidden, layer.attention_norm, layer.qkv);
     multiply(layer.qkv, room.normed, room.qkv, false);
     kvb_rotate(model.is_bf16, room.qkv, layer.qkv.width, rows, model.num_q, model.num_k, model.head_dim, cos, sin,
-               layer.q_norm, layer.k_norm, model.eps, model.spread, threads);
+               layer.q_norm, layer.k_norm, model.eps, layer.turned, threads);
   }
 
   void after(const Layer& layer, void* hidden, const void* attended) const {

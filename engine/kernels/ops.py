@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
-from engine.kernels.reference import HeadNorms
+from engine.kernels.reference import HeadNorms, KeyTurn
 from kvcache.kernels.cpu.c_interface import FLOAT, INT, LONG, POINTER, CInterface
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -61,7 +61,7 @@ LAYER_KERNELS = CInterface(
             "q_norm": POINTER,
             "k_norm": POINTER,
             "eps": FLOAT,
-            "spread": INT,
+            "turned": POINTER,
             "threads": INT,
         },
         "kvb_int8_product": {
@@ -160,12 +160,12 @@ def rotate(
     sin: Tensor,
     *,
     norms: HeadNorms | None = None,
-    turn: Tensor | None = None,
+    turn: KeyTurn | None = None,
 ) -> None:
     """See `reference.rotate`."""
     num_tokens, num_heads, dim = qkv.shape
     _check(qkv, _DTYPES)
-    assert num_q + num_k <= num_heads and dim % 16 == 0
+    assert num_q + num_k <= num_heads and num_q % num_k == 0 and dim % 16 == 0
     for table in (cos, sin):
         _check(table, (torch.float32,))
         assert table.shape == (num_tokens, dim // 2)
@@ -175,6 +175,9 @@ def rotate(
             _check(weight, (qkv.dtype,))
             assert weight.shape == (dim,)
     is_hadamard = dim & (dim - 1) == 0
+    if turn is not None:
+        _check(turn.turned, (torch.uint8,))
+        assert turn.turned.shape == (num_k,)
     _functions().kvb_rotate(
         _is_bf16(qkv),
         _at(qkv),
@@ -185,12 +188,13 @@ def rotate(
         dim,
         *map(_at, (cos, sin, q_norm, k_norm)),
         eps,
-        turn is not None and is_hadamard,
+        _at(turn.turned) if turn is not None and is_hadamard else None,
         torch.get_num_threads(),
     )
     if turn is not None and not is_hadamard:
-        qk = qkv[:, : num_q + num_k]
-        qk.copy_(qk.float() @ turn)
+        turned = turn.turned.bool()
+        heads = torch.cat([turned.repeat_interleave(num_q // num_k), turned]).nonzero().flatten()
+        qkv[:, heads] = (qkv[:, heads].float() @ turn.matrix).to(qkv.dtype)
 
 
 def float_panel() -> int:

@@ -51,6 +51,19 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True)
+class KeyTurn:
+    """A matrix for the queries and keys of some KV heads.
+
+    Args:
+        matrix: `kvcache.quantize.pages.rotation`, float32 `[D, D]`.
+        turned: uint8 `[KVH]`, 1 for the heads that it is for.
+    """
+
+    matrix: Tensor
+    turned: Tensor
+
+
 def rotate(
     qkv: Tensor,  # [T, heads, D], query heads, key heads, others
     num_q: int,
@@ -59,9 +72,9 @@ def rotate(
     sin: Tensor,  # float32 [T, D / 2]
     *,
     norms: HeadNorms | None = None,
-    turn: Tensor | None = None,  # float32 [D, D], `kvcache.quantize.pages.rotation`
+    turn: KeyTurn | None = None,
 ) -> None:
-    """Normalize query and key heads, rotate them by position, and then by `turn`; in place."""
+    """Normalize query and key heads, rotate them by position, and then by `turn` where it is for them; in place."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     parts = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
     weights = (norms.q, norms.k) if norms else (None, None)
@@ -71,7 +84,10 @@ def rotate(
             x = F.rms_norm(x, weight.shape, weight.float(), norms.eps)
         first, second = x.chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        part.copy_(x if turn is None else x @ turn)
+        if turn is not None:
+            turned = turn.turned.bool().repeat_interleave(part.shape[1] // num_k)
+            x = torch.where(turned[:, None], x @ turn.matrix, x)
+        part.copy_(x)
 
 
 def float_panel() -> int:

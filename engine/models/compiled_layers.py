@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.kernels import ops
 from engine.kernels.int8 import Int8Weight
 from engine.kernels.packed import PackedWeight
+from engine.kernels.reference import KeyTurn
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 
@@ -23,14 +24,14 @@ class _Matrix(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "turned")),
         *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
     )
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("is_bf16", "hidden", "num_q", "num_k", "head_dim", "spread")),
+        *((name, ctypes.c_int) for name in ("is_bf16", "hidden", "num_q", "num_k", "head_dim")),
         ("eps", ctypes.c_float),
     )
 
@@ -44,22 +45,27 @@ class _Room(ctypes.Structure):
 class CompiledPasses:
     """Passes of packed and int8 weights on a CPU; see `engine.models.layers.LayerPasses`."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], *, is_rotated: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[LayerWeights], turns: Sequence[KeyTurn | None]
+    ) -> None:
         """Note where everything lies.
 
         Args:
-            is_rotated: queries and keys go into the rotated basis.
+            turns: for each layer, what queries and keys are turned by; None: nothing.
         """
-        assert can_compile(config, layers, is_rotated=is_rotated)
+        assert can_compile(config, layers, turns)
         first = layers[0]
         self._dtype = first.attention_norm.dtype
         self._num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self._weights = layers  # the structs point into them
-        self._layers = [ctypes.byref(_layer(weights, self._dtype)) for weights in layers]
+        self._weights, self._turns = layers, turns  # the structs point into them
+        self._layers = [
+            ctypes.byref(_layer(weights, turn, config, self._dtype))
+            for weights, turn in zip(layers, turns, strict=True)
+        ]
         self._head_dim, self._hidden_size = config.head_dim, config.hidden_size
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         is_bf16 = self._dtype == torch.bfloat16
-        self._model = ctypes.byref(_Model(is_bf16, config.hidden_size, *heads, is_rotated, config.norm_eps))
+        self._model = ctypes.byref(_Model(is_bf16, config.hidden_size, *heads, config.norm_eps))
         matrices = [m.weight for w in layers for m in (w.qkv, w.output, w.gate_up, w.down)]
         coded = [m.depth for m in matrices if isinstance(m, Int8Weight)]
         dense = len(coded) < len(matrices)
@@ -133,11 +139,13 @@ class CompiledPasses:
         self._qkv = qkv.split(self._num_heads, dim=1)
 
 
-def can_compile(config: ModelConfig, layers: Sequence[LayerWeights], *, is_rotated: bool) -> bool:
+def can_compile(
+    config: ModelConfig, layers: Sequence[LayerWeights], turns: Sequence[KeyTurn | None]
+) -> bool:
     """Tell whether the compiled kernels, which are there, take all of these weights."""
     is_hadamard = config.head_dim & (config.head_dim - 1) == 0
     projections = [p for w in layers for p in (w.qkv, w.output, w.gate_up, w.down)]
-    return (is_hadamard or not is_rotated) and all(map(_is_packed, projections))
+    return (is_hadamard or not any(turns)) and all(map(_is_packed, projections))
 
 
 def _is_packed(projection: Projection) -> bool:
@@ -147,12 +155,17 @@ def _is_packed(projection: Projection) -> bool:
     return isinstance(weight, PackedWeight) and weight.panel == ops.float_panel()
 
 
-def _layer(weights: LayerWeights, dtype: torch.dtype) -> _Layer:
+def _layer(
+    weights: LayerWeights, turn: KeyTurn | None, config: ModelConfig, dtype: torch.dtype
+) -> _Layer:
     norms = (weights.attention_norm, weights.q_norm, weights.k_norm, weights.mlp_norm)
     for norm in norms:
         assert norm is None or (norm.is_contiguous() and norm.dtype == dtype)
     projections = (weights.qkv, weights.output, weights.gate_up, weights.down)
-    return _Layer(*map(_at, norms), *map(_matrix, projections))
+    turned = None if turn is None else turn.turned
+    if turned is not None:
+        assert turned.is_contiguous() and turned.dtype == torch.uint8 and len(turned) == config.num_kv_heads
+    return _Layer(*map(_at, (*norms, turned)), *map(_matrix, projections))
 
 
 def _matrix(projection: Projection) -> _Matrix:

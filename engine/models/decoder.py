@@ -18,8 +18,9 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.int8 import Int8Weight
 from engine.kernels.packed import PackedWeight
+from engine.kernels.reference import KeyTurn
 from engine.kernels.registry import float_panel, layer_kernels
-from engine.models.basis import PLAIN, BasisTable
+from engine.models.basis import PLAIN, Basis, BasisTable
 from engine.models.config import ModelConfig
 from engine.models.layers import LayerPasses, Passes
 from engine.models.rope import moved_keys, rope_tables
@@ -40,20 +41,21 @@ class Decoder:
         config: the model's.
         weights: loaded, their values in the basis of `basis`.
         basis: of queries, keys and values.
-        turns: whether queries and keys are computed in that basis too.
+
+    Raises:
+        ValueError: The basis is of another model.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, basis: BasisTable = PLAIN, *, turns: bool = True
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, basis: BasisTable = PLAIN) -> None:
         self.config = config
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
         self.basis = basis
-        self._turns = turns and basis.rotates
         self._weights = weights
         self._kernels = kernels_of(config, self.device)
-        self._turn = rotation(config.head_dim).to(self.device)
+        turned = basis.rotated_keys(config.num_layers, config.num_kv_heads)
+        self._turned = torch.tensor(turned, dtype=torch.uint8, device=self.device)  # [L, KVH]
+        self._turn = rotation(config.head_dim).to(self.device)  # its own inverse
         self._cos, self._sin = rope_tables(config.rope, config.max_context, self.device)
         self._passes = self._make_passes()
 
@@ -68,19 +70,21 @@ class Decoder:
         weights = (layer.output.weight for layer in self._weights.layers)
         return (w if isinstance(w, Tensor) else w.dense() for w in weights)
 
-    def move_keys(self, keys: Tensor, offsets: Tensor) -> Tensor:
-        """Return keys `[..., n, D]` as if each had been `offsets[i]` positions further on, float32."""
-        if not self._turns:
-            return moved_keys(keys, offsets, self.config.rope)
-        turn = self._turn  # its own inverse
-        return moved_keys(keys.float() @ turn, offsets, self.config.rope) @ turn
+    def move_keys(self, layer: int, keys: Tensor, offsets: Tensor) -> Tensor:
+        """Return a layer's keys `[KVH, n, D]` as if each had been `offsets[i]` positions further on, float32."""
+        plain = self._turn_keys(layer, keys.float())
+        return self._turn_keys(layer, moved_keys(plain, offsets, self.config.rope))
+
+    def with_keys(self, keys: tuple[tuple[Basis, ...], ...]) -> "Decoder":
+        """Return the model with queries and keys in other bases (`BasisTable.keys`), over the same weights.
+
+        Values stay in the basis of the weights.
+        """
+        return Decoder(self.config, self._weights, replace(self.basis, keys=keys))
 
     def unrotated(self) -> "Decoder":
-        """Return the model with queries and keys in the plain basis, over the same weights.
-
-        Values stay in the basis of the weights, and so cancels out what the attention's output does to them.
-        """
-        return Decoder(self.config, self._weights, self.basis, turns=False) if self._turns else self
+        """Return the model with all queries and keys in the plain basis, over the same weights."""
+        return self.with_keys(PLAIN.keys) if bool(self._turned.any()) else self
 
     @torch.inference_mode()
     def forward(
@@ -138,12 +142,17 @@ class Decoder:
 
     def _make_passes(self) -> LayerPasses:
         layers = self._weights.layers
+        turns = [KeyTurn(self._turn, row) if bool(row.any()) else None for row in self._turned]
         if self._kernels is not reference:
             from engine.models.compiled_layers import CompiledPasses, can_compile
 
-            if can_compile(self.config, layers, is_rotated=self._turns):
-                return CompiledPasses(self.config, layers, is_rotated=self._turns)
-        return Passes(self.config, layers, self._kernels, self._turn if self._turns else None)
+            if can_compile(self.config, layers, turns):
+                return CompiledPasses(self.config, layers, turns)
+        return Passes(self.config, layers, self._kernels, turns)
+
+    def _turn_keys(self, layer: int, keys: Tensor) -> Tensor:  # [KVH, n, D] into the basis of each, or back
+        turned = self._turned[layer].bool()[:, None, None]
+        return torch.where(turned, keys @ self._turn, keys) if bool(turned.any()) else keys
 
 
 def load_model(
@@ -181,7 +190,7 @@ def load_model(
         convert=partial(to_int8, config=config, kernels=kernels, basis=basis) if weight_quant else None,
     )
     config = replace(config, tie_embeddings=weights.head is weights.embedding)  # as the files have it
-    if basis.rotates and not weight_quant:
+    if basis.values == "rotated" and not weight_quant:
         layers = list(weights.layers)
         weights = replace(weights, layers=())  # so that no more than one layer is in memory in both bases
         for index, layer in enumerate(layers):

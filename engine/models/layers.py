@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.int8 import Int8Rows, Int8Weight
 from engine.kernels.packed import PackedWeight
-from engine.kernels.reference import HeadNorms
+from engine.kernels.reference import HeadNorms, KeyTurn
 from engine.models.config import ModelConfig
 from engine.models.weights import LayerWeights, Projection
 
@@ -46,13 +46,17 @@ class Passes:
 
     Args:
         kernels: `engine.kernels.ops` or its torch reference.
-        turn: `kvcache.quantize.pages.rotation`, into which queries and keys are rotated; None: they are not.
+        turns: for each layer, what queries and keys are turned by; None: nothing.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[LayerWeights], kernels: ModuleType, turn: Tensor | None
+        self,
+        config: ModelConfig,
+        layers: Sequence[LayerWeights],
+        kernels: ModuleType,
+        turns: Sequence[KeyTurn | None],
     ) -> None:
-        self._config, self._layers, self._kernels, self._turn = config, layers, kernels, turn
+        self._config, self._layers, self._kernels, self._turns = config, layers, kernels, turns
         self._workspace: dict[str, Tensor] = {}
 
     def before_attention(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -68,7 +72,7 @@ class Passes:
             cos,
             sin,
             norms=HeadNorms(weights.q_norm, weights.k_norm, config.norm_eps),
-            turn=self._turn,
+            turn=self._turns[layer],
         )
         return qkv.split(heads, dim=1)
 

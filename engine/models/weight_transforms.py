@@ -57,7 +57,7 @@ def to_int8(layer: LayerWeights, config: ModelConfig, kernels: ModuleType, basis
 
     Values go into their basis first: int8 weights can no longer be rotated.
     """
-    if basis.rotates:
+    if basis.values == "rotated":
         layer = rotate_values(layer, config)
 
     def convert(projection: Projection) -> Projection:

@@ -46,7 +46,7 @@ def test_positions_keep_order_and_stay_within(num_tokens):
 def test_moved_keys_are_those_of_another_position(model):
     tokens = torch.tensor([5, 6])
     before, after = (layer_0_keys(model, tokens, positions) for positions in ([100, 400], [350, 1]))
-    torch.testing.assert_close(model.move_keys(before, torch.tensor([250, -399])), after)
+    torch.testing.assert_close(model.move_keys(0, before, torch.tensor([250, -399])), after)
 
 
 def layer_0_keys(model, token_ids: Sequence[int], positions: list[int]) -> torch.Tensor:

@@ -37,6 +37,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
+def key_turn(head_dim: int, turned: list[int]) -> reference.KeyTurn:
+    return reference.KeyTurn(rotation(head_dim), torch.tensor(turned, dtype=torch.uint8))
+
+
 def empty_rows(num_rows: int, width: int) -> Int8Rows:
     return Int8Rows(torch.empty(num_rows, width, dtype=torch.int8), torch.empty(num_rows))
 
@@ -72,12 +76,12 @@ def test_rows_are_made_as_the_reference_makes_them(num_rows, eighths, dtype, see
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [None, [1, 1], [0, 1]])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_rotated_as_the_reference_rotates_them(dtype, head_dim, turned, normed):
     qkv = make((21, 7, head_dim), dtype, 1)
     angles = make((21, head_dim // 2), torch.float32, 2)
-    kwargs = {"turn": rotation(head_dim)} if turned else {}
+    kwargs = {"turn": key_turn(head_dim, turned)} if turned else {}
     if normed:
         kwargs["norms"] = reference.HeadNorms(make((head_dim,), dtype, 3), make((head_dim,), dtype, 4), 1e-5)
     actual, expected = qkv.clone(), qkv.clone()
@@ -235,21 +239,23 @@ def test_weights_come_back_as_they_were_packed():
     assert bool(((packed.dense() - weight).abs() <= step * 0.5001).all())
 
 
-@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("turned", [None, [1, 1], [0, 1]])
 @pytest.mark.parametrize(("dtype", "weight_quant"), [(d, w) for d in DTYPES for w in (None, "int8")])
 @pytest.mark.parametrize(("name", "has_bias"), [("llama", True), ("qwen3", False)])
 def test_compiled_passes_are_the_kernels_one_by_one(
-    tmp_path, name, has_bias, dtype, weight_quant, is_rotated
+    tmp_path, name, has_bias, dtype, weight_quant, turned
 ):
     biases = {"attention_bias": True, "mlp_bias": True} if has_bias else {}
     save_tiny_model(tmp_path, name, **biases)
     decoder = load_model(tmp_path, dtype=dtype, weight_quant=weight_quant)
     config, layers = decoder.config, decoder._weights.layers
-    if not can_compile(config, layers, is_rotated=is_rotated):
+    turns = [None] * config.num_layers
+    if turned:  # in the second layer, another way
+        turns[:2] = [key_turn(config.head_dim, row) for row in (turned, turned[::-1])]
+    if not can_compile(config, layers, turns):
         assert weight_quant is None and not float_panel(ops, dtype)
         pytest.skip("torch multiplies these here")
-    compiled = CompiledPasses(config, layers, is_rotated=is_rotated)
-    plain = Passes(config, layers, ops, rotation(config.head_dim) if is_rotated else None)
+    compiled, plain = CompiledPasses(config, layers, turns), Passes(config, layers, ops, turns)
     for num_tokens in (19, 3, 40):  # less and more than there was room for
         angles = make((num_tokens, config.head_dim // 2), torch.float32, 1)
         hidden = [make((num_tokens, config.hidden_size), dtype, 2) for _ in range(2)]

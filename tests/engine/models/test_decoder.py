@@ -13,7 +13,7 @@ from engine.errors import ModelError, UnsupportedModelError
 from engine.kernels import reference as reference_kernels
 from engine.kernels import registry
 from engine.models import ModelConfig, load_model
-from engine.models.basis import PLAIN, ROTATED, BasisTable, basis_for
+from engine.models.basis import PLAIN, ROTATED, BasisTable, basis_for, keys_from_mask
 from engine.models.decoder import kernels_of
 from kvcache.config import KVCacheConfig
 from kvcache.quantize.pages import rotation
@@ -157,28 +157,39 @@ def test_rotated_heads_compute_the_same(tmp_path: Path, name: str, changes: dict
         return dense_attend(layer, q, k, v)
 
     turned = load_model(tmp_path, dtype=torch.float32, basis=ROTATED)
+    config = decoder.config
+    # a last head of each layer stays plain
+    mixed = [[True] * (config.num_kv_heads - 1) + [False]] * config.num_layers
+    models = (decoder, turned, turned.unrotated(), turned.with_keys(keys_from_mask(mixed)))
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
-    logits = [
-        model.logits(model.forward(token_ids, token_ids, attend))
-        for model in (decoder, turned, turned.unrotated())
-    ]
-    close(logits[1], logits[0])
-    close(logits[2], logits[0])
-    plain, rotated, unrotated = (seen[i * decoder.config.num_layers] for i in range(3))
+    logits = [model.logits(model.forward(token_ids, token_ids, attend)) for model in models]
+    for other in logits[1:]:
+        close(other, logits[0])
+    plain, rotated, unrotated, partly = (seen[i * config.num_layers] for i in range(4))
     for one, other in zip(plain, rotated, strict=True):
         close(other, one @ rotation(one.shape[2]))
+    for all_plain, all_rotated, both in zip(plain[:2], rotated[:2], partly[:2], strict=True):
+        last = both.shape[1] // config.num_kv_heads  # heads that share the last KV head
+        close(both[:, -last:], all_plain[:, -last:])
+        close(both[:, :-last], all_rotated[:, :-last])
     for one, other in zip(plain[:2], unrotated[:2], strict=True):
         close(other, one)
     assert decoder.unrotated() is decoder
 
 
-def test_one_basis_holds_for_a_whole_model() -> None:
-    assert PLAIN.of(3, 1) == "plain" and ROTATED.of(3, 1) == "rotated"
+def test_a_basis_table_holds_for_a_model() -> None:
+    assert PLAIN.rotated_keys(2, 2) == [[False] * 2] * 2 and ROTATED.rotated_keys(1, 3) == [[True] * 3]
+    mixed = [[True, False], [False, False]]
+    assert BasisTable("rotated", keys_from_mask(mixed)).rotated_keys(2, 2) == mixed
     assert [basis.suits(KVCacheConfig.preset("default")) for basis in (PLAIN, ROTATED)] == [False, True]
     assert [basis.suits(KVCacheConfig()) for basis in (PLAIN, ROTATED)] == [True, True]
     assert basis_for(KVCacheConfig()) == PLAIN and basis_for(KVCacheConfig(), "int8") == ROTATED
-    with pytest.raises(ValueError, match="a single entry"):
-        BasisTable((("plain", "rotated"),))
+    with pytest.raises(ValueError, match="rows of one length"):
+        BasisTable("rotated", (("plain",), ("plain", "rotated")))
+    with pytest.raises(ValueError, match="not turned"):
+        BasisTable("turned")
+    with pytest.raises(ValueError, match="2 layers of 2 KV heads does not fit a model of 3 layers"):
+        BasisTable("rotated", keys_from_mask(mixed)).rotated_keys(3, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
