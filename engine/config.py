@@ -16,7 +16,7 @@ class EngineConfig:
         pool_pages: blocks in the pool, where the caller knows the peak; never more than the budget holds.
         cache: the cache policy.
         repeat_token_ids: a prompt to repeat the text before it, for scorers that reconstruct the text.
-        calibration_token_ids: the text for `engine.head_calibration`, for budget `calibrated`; empty: random tokens.
+        calibration_token_ids: the text of `engine.calibration`, for what is measured of a model; empty: random tokens.
         attention: name of the attention backend, or None for the device's own.
         prompt_lookup: add draft tokens to steps of few sequences (`engine.prompt_lookup`); not if deterministic.
         deterministic: compute batch-invariantly: a sequence's tokens do not depend on others in its steps, to the bit,

@@ -12,6 +12,7 @@ from engine.cache.registry import make_cache
 from engine.config import EngineConfig
 from engine.constraint import constrain
 from engine.errors import EngineError
+from engine.key_basis import in_basis_of
 from engine.memory_division import MIN_STEP_TOKENS, divide_budget
 from engine.models.decoder import Decoder
 from engine.monitoring import Monitor
@@ -45,12 +46,7 @@ class EngineCore:
     """
 
     def __init__(self, model: Decoder, config: EngineConfig, decode: Callable[[Tokens[int]], str]):
-        if not model.basis.suits(config.cache):
-            raise EngineError(
-                f"cache {config.cache.compress_method} quantizes and needs a model in the rotated basis; load it with "
-                "load_model(…, basis=basis_for(cache))"
-            )
-        self.model = model
+        self.model = model = in_basis_of(config.cache, model, config.calibration_token_ids)
         self.config = config
         self.decode = decode
         self.budget = budget = divide_budget(model.config, config, model.dtype.itemsize, str(model.device))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 from transformers import AutoTokenizer
 
+from engine.calibration import calibration_text
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
-from engine.head_calibration import calibration_text
 from engine.memory import resolve_budget
 from engine.models import load_model
 from engine.models.basis import basis_for

@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from engine import EngineConfig, EngineCore, Request, SamplingParams
+from engine.calibration import calibration_text
 from engine.detokenizer import Detokenizer
-from engine.head_calibration import calibration_text
 from engine.models import load_model
 from engine.models.basis import ROTATED
 from engine.teacher_forcing import Reading, reading

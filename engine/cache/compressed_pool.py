@@ -37,9 +37,7 @@ class CompressedPool:
         self._background = BackgroundCompressor(model.device) if budget.overlaps_compression else None
         self._compressor = Compressor(
             layout,
-            calibrate(model.unrotated(), config.calibration_token_ids)
-            if config.cache.needs_calibration
-            else None,
+            calibrate(model, config.calibration_token_ids) if config.cache.needs_calibration else None,
             _value_weights(layout, model) if config.cache.compensates else None,
         )
 

@@ -139,9 +139,7 @@ class CompiledPasses:
         self._qkv = qkv.split(self._num_heads, dim=1)
 
 
-def can_compile(
-    config: ModelConfig, layers: Sequence[LayerWeights], turns: Sequence[KeyTurn | None]
-) -> bool:
+def can_compile(config: ModelConfig, layers: Sequence[LayerWeights], turns: Sequence[KeyTurn | None]) -> bool:
     """Tell whether the compiled kernels, which are there, take all of these weights."""
     is_hadamard = config.head_dim & (config.head_dim - 1) == 0
     projections = [p for w in layers for p in (w.qkv, w.output, w.gate_up, w.down)]
@@ -155,9 +153,7 @@ def _is_packed(projection: Projection) -> bool:
     return isinstance(weight, PackedWeight) and weight.panel == ops.float_panel()
 
 
-def _layer(
-    weights: LayerWeights, turn: KeyTurn | None, config: ModelConfig, dtype: torch.dtype
-) -> _Layer:
+def _layer(weights: LayerWeights, turn: KeyTurn | None, config: ModelConfig, dtype: torch.dtype) -> _Layer:
     norms = (weights.attention_norm, weights.q_norm, weights.k_norm, weights.mlp_norm)
     for norm in norms:
         assert norm is None or (norm.is_contiguous() and norm.dtype == dtype)

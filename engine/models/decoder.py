@@ -52,6 +52,7 @@ class Decoder:
         self.device = weights.norm.device
         self.basis = basis
         self._weights = weights
+        self._checksums: list[float] = []  # empty until they are asked for
         self._kernels = kernels_of(config, self.device)
         turned = basis.rotated_keys(config.num_layers, config.num_kv_heads)
         self._turned = torch.tensor(turned, dtype=torch.uint8, device=self.device)  # [L, KVH]
@@ -80,7 +81,9 @@ class Decoder:
 
         Values stay in the basis of the weights.
         """
-        return Decoder(self.config, self._weights, replace(self.basis, keys=keys))
+        model = Decoder(self.config, self._weights, replace(self.basis, keys=keys))
+        model._checksums = self._checksums
+        return model
 
     def unrotated(self) -> "Decoder":
         """Return the model with all queries and keys in the plain basis, over the same weights."""
@@ -122,13 +125,16 @@ class Decoder:
 
     def checksums(self) -> list[float]:
         """Return the sum of every weight tensor, which tells models of one shape apart."""
-        return [
+        if self._checksums:
+            return self._checksums
+        self._checksums = [
             # torch copies what it sums in another type: an embedding at once would be four times its bytes
             math.fsum(
                 float(part.sum(dtype=torch.float64)) for part in tensor.flatten().split(_SUMMED_ELEMENTS)
             )
             for tensor in _tensors(self._weights)
         ]
+        return self._checksums
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:  # [N, hidden] -> float32 [N, vocab]

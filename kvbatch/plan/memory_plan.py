@@ -73,8 +73,8 @@ def plan_memory(
         JobFileError: The budget holds no step and no row, or the cache policy does not suit the model.
     """
     from engine import EngineConfig
+    from engine.calibration import calibration_text
     from engine.errors import BudgetError
-    from engine.head_calibration import calibration_text
     from engine.memory import resident_bytes, resolve_budget
     from engine.memory_division import divide_budget
     from kvbatch.prompts.rendering import REPEAT

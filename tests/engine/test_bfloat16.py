@@ -23,13 +23,13 @@ def last_logits(path, dtype: torch.dtype, cache: KVCacheConfig, step_tokens: int
     """Return the logits `[rows, V]` that rows choose their first token by."""
     model = load_model(path, dtype=dtype, basis=basis_for(cache))
     llm = EngineCore(model, EngineConfig(60_000_000, step_tokens=step_tokens, cache=cache), as_text)
-    seen, logits = [], model.logits
+    seen, logits = [], llm.model.logits
 
     def recorded(hidden):
         seen.append(logits(hidden))
         return seen[-1]
 
-    model.logits = recorded
+    llm.model.logits = recorded
     question = prompts((9,))[0]
     sampling = SamplingParams(max_new_tokens=1)
     for i, prompt in enumerate(prompts((1, 65, 400))):

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from engine import head_calibration as calibration
-from engine.head_calibration import NUM_TOKENS, calibrate
-from engine.models import load_model
+from engine import calibration
+from engine.calibration import NUM_TOKENS
+from engine.head_calibration import calibrate
+from engine.models import Decoder, load_model
 from engine.models.basis import ROTATED
 from kvcache.compress.lane_shares import LaneShares
 from tests.engine.models.tiny_models import save_tiny_model, tiny_model
@@ -46,8 +47,8 @@ def test_the_shares_are_those_of_what_a_second_reading_attends_to(model):
 def test_a_model_is_measured_once(model, cache, monkeypatch):
     first = calibrate(model)
     assert first.table.shape == (65, model.config.num_layers, model.config.num_kv_heads)
-    forward, calls = model.forward, []
-    monkeypatch.setattr(model, "forward", lambda *args: calls.append(1) or forward(*args))
+    forward, calls = Decoder.forward, []
+    monkeypatch.setattr(Decoder, "forward", lambda *args: calls.append(1) or forward(*args))
     assert torch.equal(calibrate(model).table, first.table) and not calls
     (kept,) = cache.iterdir()
     kept.write_bytes(b"not a table")

@@ -98,7 +98,7 @@ def test_a_chunk_is_evicted_by_the_scores_it_had_when_it_was_handed_over(model, 
 def test_a_row_that_ends_while_its_chunk_is_compressed_leaves_nothing(model, requests, monkeypatch, last):
     llm = make_llm(model, OVERLAPPED)
     expected = tokens(llm, requests)
-    running, forward, left = [], model.forward, iter(range(last))
+    running, forward, left = [], llm.model.forward, iter(range(last))
     with monkeypatch.context() as patch:
         patch.setattr(Compressor, "compress", slow)
 
@@ -109,7 +109,7 @@ def test_a_row_that_ends_while_its_chunk_is_compressed_leaves_nothing(model, req
                 raise KeyboardInterrupt
             return forward(*args)
 
-        patch.setattr(model, "forward", stopped)
+        patch.setattr(llm.model, "forward", stopped)
         with pytest.raises(KeyboardInterrupt):
             list(llm.generate(requests))
     assert all(future.done() for future in running)

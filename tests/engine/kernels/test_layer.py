@@ -242,9 +242,7 @@ def test_weights_come_back_as_they_were_packed():
 @pytest.mark.parametrize("turned", [None, [1, 1], [0, 1]])
 @pytest.mark.parametrize(("dtype", "weight_quant"), [(d, w) for d in DTYPES for w in (None, "int8")])
 @pytest.mark.parametrize(("name", "has_bias"), [("llama", True), ("qwen3", False)])
-def test_compiled_passes_are_the_kernels_one_by_one(
-    tmp_path, name, has_bias, dtype, weight_quant, turned
-):
+def test_compiled_passes_are_the_kernels_one_by_one(tmp_path, name, has_bias, dtype, weight_quant, turned):
     biases = {"attention_bias": True, "mlp_bias": True} if has_bias else {}
     save_tiny_model(tmp_path, name, **biases)
     decoder = load_model(tmp_path, dtype=dtype, weight_quant=weight_quant)
