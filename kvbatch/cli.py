@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import click
 
 from kvbatch import __version__
-from kvbatch.commands import after, before, init, running
+from kvbatch.commands import after, before, calibrate, init, running
 from kvbatch.commands.common import printed
 from kvbatch.progress.streams import open_missing_descriptors, outlets
 from kvbatch.signals import hold_signals
@@ -80,6 +80,7 @@ for _command in (
     init.init,
     before.validate,
     before.plan,
+    calibrate.calibrate,
     before.quality,
     before.tune,
     before.inspect,

@@ -4,27 +4,35 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from kvbatch.corpus import Corpus
 from kvbatch.corpus.skipped import by_reason
 from kvbatch.job_file.environment import hiding, without_credentials
 from kvbatch.job_file.sections import Job
-from kvbatch.plan.feasibility import check_prompt_columns, check_room
+from kvbatch.plan.feasibility import check_room
 from kvbatch.progress.display import Progress
 from kvbatch.prompts.chat_template import now
 from kvbatch.run_dir.describe import describe_run
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.fingerprint import RENDERED, Fingerprint, InputHashes, job_fingerprint
 from kvbatch.run_dir.manifest import Manifest, ModelFacts
-from kvbatch.run_dir.reuse import Reuse, check_model, precision_to_keep, reused_by_default, time_of_last
+from kvbatch.run_dir.reuse import (
+    Reuse,
+    check_model,
+    kept_policy,
+    kept_precision,
+    reused_by_default,
+    run_to_keep,
+    time_of_last,
+)
 from kvbatch.signals import Stopper
 from kvbatch.text import digest
 
 if TYPE_CHECKING:
     from engine.models.basis import BasisTable
+    from engine.promise import FittedPolicy
     from kvbatch.model.handle import ModelHandle
-    from kvbatch.model.precision import KeptPrecision
     from kvbatch.plan.memory_plan import MemoryPlan
     from kvbatch.plan.planner import Planner
     from kvbatch.prompts.chat import AnyPromptBuilder
@@ -32,7 +40,6 @@ if TYPE_CHECKING:
     from kvbatch.prompts.long_document import LongDocuments
     from kvbatch.prompts.sampling import RowSampling
     from kvbatch.prompts.structured_output import AnswerForm, RowConstraint
-    from kvbatch.run_dir.plan_file import PlanSummary
     from kvbatch.run_dir.previous_rows import PreviousRows
     from kvcache.config import KVCacheConfig
 
@@ -53,6 +60,9 @@ class OpenedJob:
         described: what a manifest says before anything was read.
         inputs: hashes of the input files.
         other_bytes: resident memory of the process once the job is open, before weights are loaded.
+        fitted: the policy that keeps the cache preset's promise on the model; None where the cache is full, or the
+            policy has not been measured yet.
+        budget_bytes: the memory budget, where weights were loaded before the memory is divided.
     """
 
     job: Job
@@ -66,6 +76,18 @@ class OpenedJob:
     described: Manifest
     inputs: InputHashes
     other_bytes: int
+    fitted: "FittedPolicy | None" = None
+    budget_bytes: int | None = None
+
+    @property
+    def policy(self) -> "KVCacheConfig":
+        """The cache policy that runs, or the job file's where it has not been fitted yet."""
+        asked = self.job.cache.policy
+        return (
+            replace(asked, tiers=self.fitted.tiers)
+            if self.fitted and self.fitted.limit is not None
+            else asked
+        )
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -78,6 +100,8 @@ class OpenedJob:
             "model dtype": self.model.precision.dtype,
             "tokenizer": self.model.tokenizer_hash,
         }
+        if self.fitted:
+            found["cache policy"] = digest(asdict(self.policy))[:12]
         return job_fingerprint(self.job).with_found(
             semantic=found | ({RENDERED: self.chat.digest} if self.chat else {}),
             machine={
@@ -131,8 +155,8 @@ class OpenedJob:
             self.model,
             self.prompts,
             other_bytes=self.other_bytes,
-            cache=cache,
-            known_bytes=known_bytes,
+            cache=cache or self.policy,
+            known_bytes=known_bytes or self.budget_bytes,
         )
 
     def planner(
@@ -172,6 +196,8 @@ class OpenedJob:
             operational=dict(fingerprint.operational),
             operational_hash=digest(fingerprint.operational),
             reuse=reuse.to_dict(),
+            cache_preset=self.job.cache.preset,
+            cache_policy=self.fitted.to_dict() if self.fitted else None,
             memory_budget_bytes=memory.budget_bytes,
             input_sha256=self.inputs.hashes(),
         )
@@ -184,13 +210,13 @@ def open_job(
     stopper: Stopper,
     *,
     earlier: RunDirectory | None = None,
-    kept: "KeptPrecision | None" = None,
+    kept: RunDirectory | None = None,
 ) -> OpenedJob:
     """Open what a job needs, all but weights and memory.
 
     Args:
         earlier: the run that may be continued; its prompts keep their time.
-        kept: precision of the run whose rows stand beside the job's.
+        kept: the run whose rows stand beside the job's, so that precision and cache policy stay.
 
     Raises:
         ModelUnavailable: The model or the device cannot be used.
@@ -202,6 +228,7 @@ def open_job(
     with stopper.shield():  # a library that was half imported does not always end well
         import torch  # noqa: F401
 
+        from kvbatch.model.cache_policy import known_policy
         from kvbatch.model.handle import open_model
         from kvbatch.prompts.chat import chat_template, prompt_builder
         from kvbatch.prompts.notes import prompt_notes
@@ -210,7 +237,9 @@ def open_job(
         from kvbatch.prompts.tokenizer import PieceTokenizer
 
     corpus.check()
-    model = open_model(job.model, job.engine, job.cache.policy, kept=kept)
+    precision = kept_precision(kept) if kept else None
+    model = open_model(job.model, job.engine, job.cache.policy, kept=precision)
+    fitted = (kept_policy(kept, job, model.files.revision) if kept else None) or known_policy(job, model)
     for note in model.files.notes:
         progress.note(f"warning: model {job.model.name}: {note}")
     time = (earlier and earlier.read_manifest().time) or now()
@@ -231,6 +260,7 @@ def open_job(
         described=described,
         inputs=InputHashes(corpus.files),
         other_bytes=resident_bytes(),
+        fitted=fitted,
     )
     check_room(job, prompts, model.config.max_context)
     for note in prompt_notes(job, chat):
@@ -245,7 +275,7 @@ def opened_job(
     """Open a job to look into it, without a run; raises as `open_job`."""
     with hiding(job), make_progress(job, stream) as progress:
         progress.start("opening")
-        kept = precision_to_keep(job, None, None, new_run=False)
+        kept = run_to_keep(job, None, None, new_run=False)
         yield open_job(job, Corpus(job.input.spec()), progress, stopper or Stopper(), kept=kept), progress
 
 
@@ -295,56 +325,3 @@ def choose_rows(
             "that are reused were generated; kvbatch run --new-run takes today's and generates all rows"
         )
     return opened, reuse or Reuse()
-
-
-def write_plan(
-    opened: OpenedJob,
-    memory: "MemoryPlan",
-    run: RunDirectory,
-    progress: Progress,
-    known_tokens: Mapping[str, int] | None = None,
-) -> tuple["PlanSummary", dict[str, Any]]:
-    """Plan the corpus into the files of a directory; return what the plan comes to, and what describes its files.
-
-    Args:
-        known_tokens: see `Planner`.
-
-    Raises:
-        JobFileError: The prompt uses a column that the input does not have.
-        InputError: An input file cannot be read.
-        OutputError: The directory cannot be written.
-    """
-    from kvbatch.run_dir.previous_rows import PreviousRows
-
-    reuse = Reuse.of(run)
-    previous = PreviousRows(reuse) if reuse.runs else None
-    planner = opened.planner(memory, previous=previous, known_tokens=known_tokens)
-    plan = planner.write(opened.corpus.documents(), run.path, progress.advance)
-    for warning in opened.corpus.warnings:
-        progress.note(f"warning: {warning}")
-    if plan.num_rows:
-        check_prompt_columns(opened.job, opened.corpus.passthrough_schema.names)
-    return plan, planner.files
-
-
-def make_plan(
-    opened: OpenedJob,
-    memory: "MemoryPlan",
-    run: RunDirectory,
-    progress: Progress,
-    known_tokens: Mapping[str, int] | None = None,
-) -> "PlanSummary":
-    """Plan the corpus into a directory and keep the plan in its manifest; arguments and errors as `write_plan`."""
-    plan, files = write_plan(opened, memory, run, progress, known_tokens)
-    manifest = run.read_manifest()
-    planned = replace(
-        manifest,
-        plan=plan,
-        num_rows=plan.num_rows,
-        left_out=opened.corpus.num_left_out,
-        text_sha256=plan.text_hashes,
-        predicted_kv_peak_bytes=plan.predicted_kv_peak_bytes,
-        files=manifest.files | files,
-    )
-    run.write_manifest(planned)
-    return plan

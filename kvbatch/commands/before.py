@@ -73,19 +73,21 @@ def plan(
 @guarded
 def quality(job_file: Path, overrides: tuple[str, ...], sample: int | None, as_json: bool) -> int:
     """Compare the cache of JOB_FILE with the full one, on a sample of its rows; exit 65 over a limit."""
+    from kvbatch.estimate.calibration import calibrated
     from kvbatch.estimate.quality import QualitySample, assess
     from kvbatch.job_file.load import load_job
     from kvbatch.opened_job import opened_job
     from kvbatch.signals import stop_on_signals
 
     job = load_job(job_file, overrides)
-    policy, limits = job.cache.policy, _limits(job, sample=sample)
-    if not policy.compresses:
+    limits = _limits(job, sample=sample)
+    if not job.cache.policy.compresses:
         raise JobFileError("the job keeps the full cache, so nothing can be lost; set cache.preset")
     with stop_on_signals() as stopper, opened_job(job, stopper=stopper) as (opened, progress):
+        opened = calibrated(opened, progress)
         progress.start("comparing")
         sampled = QualitySample(opened, opened.plan_memory(), limits.sample, progress)
-        rows = sampled.compare({"job": policy})
+        rows = sampled.compare({"job": opened.policy})
     verdict = assess(rows, limits)
     if as_json:
         print_json(asdict(verdict) | {"rows": rows})

@@ -17,6 +17,7 @@ from kvbatch.run_dir.find_runs import find_unfinished_run
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:
+    from engine.promise import FittedPolicy
     from kvbatch.corpus import Corpus, InputSpec
     from kvbatch.corpus.text_lengths import TextLengths
     from kvbatch.model.handle import ModelHandle
@@ -148,6 +149,7 @@ def _rows(corpus: "Corpus", lengths: "TextLengths") -> Iterator[Finding]:
 
 def _model(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
     from engine.model_files import holds_weights
+    from kvbatch.model.cache_policy import known_policy
     from kvbatch.model.handle import open_model, resolve_device
     from kvbatch.model.source import ModelAbsent
     from kvbatch.plan.feasibility import check_room
@@ -155,10 +157,11 @@ def _model(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
     from kvbatch.prompts.notes import prompt_notes
     from kvbatch.prompts.sampling import RowSampling
     from kvbatch.prompts.structured_output import answer_form
-    from kvbatch.run_dir.reuse import precision_to_keep
+    from kvbatch.run_dir.reuse import kept_policy, kept_precision, run_to_keep
 
     try:
-        kept = precision_to_keep(job, find_unfinished_run(job), None, new_run=False)
+        run = run_to_keep(job, find_unfinished_run(job), None, new_run=False)
+        kept = kept_precision(run) if run else None
         model = open_model(job.model, job.engine, job.cache.policy, kept=kept, look_only=True)
     except ModelAbsent as error:
         yield Finding("model", "note", f"{job.model.name}: {error}; prompt and memory are checked then")
@@ -173,6 +176,9 @@ def _model(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
         yield Finding("model", "note", note)
     yield Finding("dtype", "ok", str(model.precision))
     yield Finding("threads", "ok", f"{model.threads.count}: {model.threads.reason}")
+    if job.cache.policy.compresses:
+        fitted = (kept_policy(run, job, model.files.revision) if run else None) or known_policy(job, model)
+        yield Finding("cache", *_promise(job, model, fitted))
     try:
         chat = chat_template(model.tokenizer, job)
         builder = prompt_builder(model.tokenizer, job, chat)
@@ -195,6 +201,14 @@ def _model(job: Job, lengths: "TextLengths") -> Iterator[Finding]:
         yield Finding("memory", "note", f"not checked: {error}")
         return
     yield from _memory(job, model, builder, lengths)
+
+
+def _promise(job: Job, model: "ModelHandle", fitted: "FittedPolicy | None") -> tuple[str, str]:
+    """Say what the cache policy loses on the model, or that it is not known yet."""
+    from kvbatch.model.cache_policy import policy_text
+
+    broken = fitted is not None and not fitted.holds
+    return "note" if broken or fitted is None else "ok", policy_text(job.cache.preset, model, fitted)
 
 
 def _memory(

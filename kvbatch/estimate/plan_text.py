@@ -45,6 +45,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
     yield "KV full", format_bytes(summary.kv_full_bytes)
     ratio = f", {summary.kv_bytes / summary.kv_full_bytes:.1%}" if summary.kv_full_bytes else ""
     yield "KV kept", f"at most {format_bytes(summary.kv_bytes)}{ratio}"
+    yield "cache", view.cache
     yield "KV peak", format_bytes(summary.predicted_kv_peak_bytes)
     buffers = view.memory.budget.prefill_buffer_bytes
     more = f" and {format_bytes(buffers)} of prefill buffers" if buffers else ""
@@ -75,6 +76,7 @@ def to_json(view: PlanView, price_per_hour: float | None = None) -> dict[str, An
         "packing_efficiency": summary.packing_efficiency,
         "memory_budget_bytes": view.memory.budget_bytes,
         "advice": view.advice,
+        "cache": view.cache,
         "process_bytes": view.memory.process_bytes(summary.pool_bytes),
         "prefill_buffer_bytes": view.memory.budget.prefill_buffer_bytes,
         "lengths": [{"from": start, "to": end - 1, "rows": count} for start, end, count in view.lengths],

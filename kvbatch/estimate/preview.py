@@ -16,8 +16,10 @@ from kvbatch.errors import InputError, JobFileError
 from kvbatch.estimate.running_time import Estimate, calibrate, estimate_time, keeping_rows
 from kvbatch.job_file.sections import Job
 from kvbatch.job_file.template import parse_template
-from kvbatch.opened_job import OpenedJob, choose_rows, make_plan, opened_job
+from kvbatch.model.cache_policy import known_policy, policy_text
+from kvbatch.opened_job import OpenedJob, choose_rows, opened_job
 from kvbatch.plan.preset_advice import preset_advice
+from kvbatch.planning import make_plan
 from kvbatch.run_dir.commit import planned_shards
 from kvbatch.run_dir.describe import describe_directory
 from kvbatch.run_dir.directory import RunDirectory
@@ -57,6 +59,7 @@ class PlanView:
     Args:
         run: the directory of the plan.
         is_new: whether it was made now.
+        cache: what the cache policy keeps and loses on the model, if that is known.
         advice: what to set where the cache preset is not worth its loss.
         what_if: the same rows under other keys, and how these are written.
     """
@@ -67,6 +70,7 @@ class PlanView:
     memory: "MemoryPlan"
     lengths: list[tuple[int, int, int]]  # from, to, rows
     estimate: Estimate | None
+    cache: str
     advice: str | None = None
     what_if: "tuple[str, PlanView] | None" = None
 
@@ -111,7 +115,7 @@ def plan_job(
         estimate = estimate_time(opened, memory, summary, run)
         lengths = _prompt_tokens(run)
         advice = preset_advice(job, opened.model, opened.prompts, lengths.tolist(), memory.budget_bytes)
-        view = PlanView(run, not found, summary, memory, _classes(lengths), estimate, advice)
+        view = PlanView(run, not found, summary, memory, _classes(lengths), estimate, _cache(opened), advice)
         if other:
             view = replace(view, what_if=(" ".join(what_if), _compare(opened, other, view)))
         return view
@@ -179,15 +183,27 @@ def _check_what_if(job: Job, other: Job) -> None:
 
 def _compare(opened: OpenedJob, job: Job, view: PlanView) -> PlanView:
     """Return the view of the same rows under another job; raises as `plan_memory`."""
-    other = opened.with_job(job)
+    other = replace(
+        opened.with_job(job), fitted=known_policy(job, opened.model)
+    )  # with what is known of its own cache
     # what is free now is less than before the first of two jobs of one budget
     is_same = job.engine.memory_budget == opened.job.engine.memory_budget
     memory = other.plan_memory(known_bytes=view.memory.budget_bytes if is_same else None)
     rows: list[PlanRow] = []
     summary = other.planner(memory).replan(keeping_rows(planned_shards(view.run), rows))
     return replace(
-        view, summary=summary, memory=memory, estimate=estimate_time(other, memory, summary, view.run, rows)
+        view,
+        summary=summary,
+        memory=memory,
+        estimate=estimate_time(other, memory, summary, view.run, rows),
+        cache=_cache(other),
     )
+
+
+def _cache(opened: OpenedJob) -> str:
+    if not opened.policy.compresses:
+        return "full"
+    return policy_text(opened.job.cache.preset, opened.model, opened.fitted)
 
 
 def _prompt_tokens(run: RunDirectory) -> "np.ndarray":

@@ -103,7 +103,7 @@ def guard_run(
     progress: Progress,
 ) -> Verdict:
     """Compare a job's cache with the full one, and write down what was found; raises as `QualitySample`."""
-    rows = QualitySample(opened, memory, limits.sample, progress).compare({"job": opened.job.cache.policy})
+    rows = QualitySample(opened, memory, limits.sample, progress).compare({"job": opened.policy})
     write_table(pa.Table.from_pylist(rows, SCHEMA), run.quality)
     return assess(rows, limits)
 

@@ -47,6 +47,7 @@ class Counts(TypedDict):
     kv_full_bytes: int
     kv_kept_bytes: int
     cut_prompt_tokens: int  # longest prompt of a row whose only answer was cut
+    longest_prompt_tokens: int
     finish_reasons: dict[str, int]  # most frequent first, as error_codes
     error_codes: dict[str, int]
 
@@ -77,6 +78,7 @@ class Measures(TypedDict, total=False):
     wall_s: float
     opening_s: float
     planning_s: float
+    calibrating_s: float  # of the cache policy
     comparing_s: float  # by the quality guard
     loading_s: float
     running_s: float
@@ -115,6 +117,8 @@ class Summary(Counts, LaneFigures, Measures, total=False):
     skipped_files: int
     skipped: list[dict[str, Any]]  # groups of `corpus.skipped.by_reason`
     kv_kept_ratio: float | None
+    cache_preset: str
+    cache_policy: dict[str, Any] | None  # the fields of `engine.promise.FittedPolicy`
     quality: dict[str, Any] | None  # the fields of `estimate.quality.Verdict`
     advice: str | None  # what to do about answers that were cut
     next_command: str | None  # by which a run that did not come to its end goes on
@@ -188,6 +192,8 @@ def summarise(
         **counts,
         **_lane_figures(run),
         "kv_kept_ratio": counts["kv_kept_bytes"] / full_bytes if full_bytes else None,
+        "cache_preset": manifest.cache_preset,
+        "cache_policy": manifest.cache_policy,
         "quality": manifest.quality,
         "advice": cut_advice(run, manifest, counts),
         "next_command": None if measured else continuation(run, manifest),
@@ -232,7 +238,7 @@ def _counts(run: RunDirectory, damaged: Collection[object]) -> Counts:
     numbers: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     codes: Counter[str] = Counter()
-    longest = 0
+    longest = longest_cut = 0
     for rows in iter_shards(run, _READ, damaged):
         ran = rows.filter(rows["attempts"] > 0)
         own = ran.filter(ran["run_id"] == run.run_id)
@@ -255,12 +261,14 @@ def _counts(run: RunDirectory, damaged: Collection[object]) -> Counts:
         numbers.update({name: _total(own[name]) for name in _SUMS})
         alone = ran.filter((ran["finish_reason"] == "length") & (ran["n_answers"] == 1))
         prompts = alone.filter(alone["outcome"] == "fits")["prompt_tokens"]
-        longest = max([longest, *prompts.to_list()])
+        longest_cut = max([longest_cut, *prompts.to_list()])
+        longest = max([longest, *own["prompt_tokens"].drop_nulls().to_list()])
         reasons += _frequencies(ran, "finish_reason")
         codes += _frequencies(rows, "error_code")
     names = (name for name, kind in Counts.__annotations__.items() if kind is int)
     found: dict[str, Any] = {name: numbers[name] for name in names}
-    found |= {"cut_prompt_tokens": longest, "finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
+    found |= {"cut_prompt_tokens": longest_cut, "longest_prompt_tokens": longest}
+    found |= {"finish_reasons": _ranked(reasons), "error_codes": _ranked(codes)}
     return cast(Counts, found)
 
 

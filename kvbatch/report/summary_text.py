@@ -60,6 +60,19 @@ def kept_text(s: Summary) -> str:
     return f"kept {s['kv_kept_ratio']:.1%} of the full cache's bytes ({kept} of {full})"
 
 
+def promise_text(s: Summary) -> str:
+    """Say what the cache policy loses on the check texts, beside the longest row; empty where that was not measured."""
+    from engine.promise import FittedPolicy
+
+    if s["cache_policy"] is None:
+        return ""
+    try:
+        fitted = FittedPolicy.from_dict(s["cache_policy"])
+    except (TypeError, KeyError, ValueError):
+        return ""
+    return f"preset {s['cache_preset']}: {fitted}, longest row {s['longest_prompt_tokens']:,}"
+
+
 def loss_text(s: Summary) -> str:
     """Say what a compressed cache cost on the sampled rows of the quality guard."""
     quality = s["quality"]
@@ -111,7 +124,8 @@ def _cache_lines(s: Summary) -> list[_Line]:
         refused = "; ".join((s["quality"] or {}).get("problems", ()))
         return [("cache", f"full: quality_guard refused the compressed one, {refused}")] if refused else []
     speed = f"; {s['tokens_per_s']:,.0f} tokens/s" if s["tokens_per_s"] else ""
-    return [("cache", kept), ("", loss_text(s) + speed)]
+    promise = promise_text(s)
+    return [("cache", kept), *([("", promise)] if promise else []), ("", loss_text(s) + speed)]
 
 
 def _document_lines(s: Summary) -> list[_Line]:
@@ -148,6 +162,7 @@ def _time_lines(s: Summary) -> list[_Line]:
     phases = {
         "opening": s["opening_s"],
         "planning": s["planning_s"],
+        **({"calibrating": s["calibrating_s"]} if s.get("calibrating_s") else {}),
         **({"comparing": s["comparing_s"]} if s.get("comparing_s") else {}),
         "loading": s["loading_s"],
         "running": s["running_s"],

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kvbatch.corpus import Corpus
 from kvbatch.errors import KvbatchError, ModelUnavailable, fault, is_fault
+from kvbatch.estimate.calibration import calibrated
 from kvbatch.job_file.environment import hiding
 from kvbatch.job_file.sections import Job
 from kvbatch.opened_job import OpenedJob, choose_rows, make_progress, open_job
@@ -30,7 +31,7 @@ from kvbatch.run_dir.find_runs import (
 )
 from kvbatch.run_dir.lock import HeldLock, IfLocked, job_lock
 from kvbatch.run_dir.resume import can_continue, find_plan, kept_budget_bytes, kept_shard_rows
-from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, precision_to_keep
+from kvbatch.run_dir.reuse import Reuse, find_run_of_same_rows, run_to_keep
 from kvbatch.run_dir.staging import clear_drafts, drafted, publish
 from kvbatch.run_dir.verify import find_problems
 from kvbatch.signals import Stopper
@@ -109,8 +110,10 @@ def run_job(
             progress.note(f"repairing the run: {problem.path} {problem.problem}")
         progress.start("opening")
         earlier = resume or done or (None if new_run or reuse else find_unfinished_run(job))
-        kept = precision_to_keep(job, earlier, reuse, new_run=new_run)
+        kept = run_to_keep(job, earlier, reuse, new_run=new_run)
         opened = open_job(job, corpus, progress, stopper, earlier=earlier, kept=kept)
+        if make_llm is None:
+            opened = calibrated(opened, progress)
 
         def session(opened: OpenedJob, known_bytes: int | None) -> "RunSession":
             from kvbatch.run.session import RunSession

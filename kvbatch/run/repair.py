@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvbatch.errors import Damaged
 from kvbatch.job_file.sections import Job
-from kvbatch.opened_job import OpenedJob, write_plan
+from kvbatch.opened_job import OpenedJob
+from kvbatch.planning import write_plan
 from kvbatch.progress.display import Progress
 from kvbatch.run_dir.checked_file import file_problem
 from kvbatch.run_dir.commit import check_shard

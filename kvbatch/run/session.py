@@ -10,7 +10,8 @@ from kvbatch.errors import InputError, KvbatchError, LimitExceeded, fault, is_fa
 from kvbatch.estimate.quality import guard_run
 from kvbatch.estimate.step_time import keep_speed
 from kvbatch.job_file.sections import CacheSection
-from kvbatch.opened_job import OpenedJob, make_plan
+from kvbatch.opened_job import OpenedJob
+from kvbatch.planning import make_plan
 from kvbatch.progress.display import Progress
 from kvbatch.report import summary as report
 from kvbatch.run.limits import over_limits
@@ -219,6 +220,7 @@ class RunSession:
             "wall_s": seconds["wall"],
             "opening_s": seconds["opening"],
             "planning_s": seconds["planning"],
+            "calibrating_s": seconds.get("calibrating", 0.0),
             "comparing_s": seconds.get("comparing", 0.0),
             "loading_s": seconds.get("loading", 0.0),
             "running_s": seconds["running"],

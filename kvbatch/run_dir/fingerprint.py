@@ -62,6 +62,8 @@ def job_fingerprint(job: Job) -> Fingerprint:
     values |= {
         f"cache.{key}": value for key, value in asdict(job.cache.policy).items()
     }  # not a preset's name
+    if promise := job.cache.promise:
+        values["cache.promise"] = f"{promise.measure} {promise.limit:g}"
     values = {key: job.environment.kept(key, value) for key, value in values.items()}
     sections = SEMANTIC_SECTIONS + (("engine",) if job.engine.deterministic else ())
     semantic = {

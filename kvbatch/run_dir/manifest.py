@@ -53,6 +53,8 @@ class Manifest:
         reuse: which rows of earlier runs were reused (`kvbatch.run_dir.reuse.Reuse`).
         job_file, overridden: of the command that began the run: its job file, and the keys that -s changed.
         left_out: rows that `where` left out.
+        cache_preset: as the job names it.
+        cache_policy: what keeps the cache preset's promise (`engine.promise.FittedPolicy`).
         text_sha256: over the ids and texts of each input file's rows.
         quality: what the quality guard found.
         files: what describes the run's other files, by their name in the run directory.
@@ -85,6 +87,8 @@ class Manifest:
     operational: dict[str, Any] = field(default_factory=dict)
     operational_hash: str = ""
     reuse: dict[str, Any] = field(default_factory=dict)
+    cache_preset: str = ""
+    cache_policy: dict[str, Any] | None = None
     job_file: str | None = None
     overridden: tuple[str, ...] = ()
     plan: PlanSummary | None = None

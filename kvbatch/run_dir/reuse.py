@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbatch.corpus import Corpus
 from kvbatch.corpus.fields import FieldTypes
@@ -24,9 +24,12 @@ from kvbatch.model.source import is_same_model
 from kvbatch.run_dir.describe import describe_files, describe_run
 from kvbatch.run_dir.directory import RunDirectory
 from kvbatch.run_dir.find_runs import is_same_job, job_runs, may_now_fit
-from kvbatch.run_dir.fingerprint import RENDERED, changes
+from kvbatch.run_dir.fingerprint import RENDERED, changes, job_fingerprint
 from kvbatch.run_dir.manifest import Manifest
 from kvbatch.run_dir.row_hash import row_line
+
+if TYPE_CHECKING:
+    from engine.promise import FittedPolicy
 
 _MODEL = ("model content", "tokenizer")  # keys that a run's fingerprint has once the model is open
 
@@ -163,17 +166,15 @@ def _answers(semantic: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in semantic.items() if not key.startswith("input.")}
 
 
-def precision_to_keep(
+def run_to_keep(
     job: Job, earlier: RunDirectory | None, reuse: Reuse | None, *, new_run: bool
-) -> KeptPrecision | None:
-    """Return the precision of the run that is continued, or whose rows are reused."""
-    run = earlier
-    if not earlier and not new_run:
-        if reuse:
-            run = reuse.directories[0] if reuse.runs else None
-        else:
-            run = last_answers(job) if job.input.incremental else None
-    return kept_precision(run) if run else None
+) -> RunDirectory | None:
+    """Return the run that is continued, or whose rows are reused: precision and cache policy stay what they were."""
+    if earlier or new_run:
+        return earlier
+    if reuse:
+        return reuse.directories[0] if reuse.runs else None
+    return last_answers(job) if job.input.incremental else None
 
 
 def kept_precision(run: RunDirectory) -> KeptPrecision | None:
@@ -186,3 +187,24 @@ def kept_precision(run: RunDirectory) -> KeptPrecision | None:
         return None
     precision = Precision(manifest.model.dtype, f"as in {run.run_id}", manifest.precision.get("gflops"))
     return KeptPrecision(manifest.device, precision)
+
+
+def kept_policy(run: RunDirectory, job: Job, model: str) -> "FittedPolicy | None":
+    """Return the cache policy of a run of the same cache keys and model, if its manifest can be read and says so.
+
+    Args:
+        model: identity of the model's content.
+    """
+    from engine.promise import FittedPolicy
+
+    try:
+        manifest = run.read_manifest()
+        if manifest.cache_policy is None or manifest.revision != model:
+            return None
+        asked = job_fingerprint(job).semantic
+        keys = [key for key in {*asked, *manifest.semantic} if key.startswith("cache.")]
+        if any(asked.get(key) != manifest.semantic.get(key) for key in keys):
+            return None
+        return FittedPolicy.from_dict(manifest.cache_policy)
+    except (InputError, TypeError, KeyError, ValueError):
+        return None

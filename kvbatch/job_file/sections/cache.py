@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema, create_model, model_validator
 
 from kvbatch.job_file.sections.base import Section
 from kvcache.config import BUDGETS, PRESETS, KVCacheConfig
+from kvcache.promises import KEPT_KEYS, PROMISES, Promise
 from kvcache.scorers.registry import SCORERS
 
 _NO_KEYS = ("page_tokens",)  # fields that no job sets
@@ -84,3 +85,14 @@ class CacheSection(_Keys):
     def policy(self) -> KVCacheConfig:
         """The whole policy."""
         return KVCacheConfig.from_dict(self.model_dump(exclude_none=True))
+
+    @property
+    def changes(self) -> tuple[tuple[str, Any], ...]:
+        """The keys that differ from the preset, with their values."""
+        return tuple(sorted(self.model_dump(exclude_none=True, exclude={"preset"}).items()))
+
+    @property
+    def promise(self) -> Promise | None:
+        """What the preset promises to lose at most; None where nothing is promised, or keys say what is kept."""
+        is_literal = any(name in KEPT_KEYS for name, _ in self.changes)
+        return None if is_literal else PROMISES.get(self.preset)

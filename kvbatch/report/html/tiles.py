@@ -3,7 +3,7 @@
 from kvbatch.report.headline import duration
 from kvbatch.report.html.elements import escape
 from kvbatch.report.summary import Summary
-from kvbatch.report.summary_text import answer_counts, loss_text, memory_text, status_counts
+from kvbatch.report.summary_text import answer_counts, loss_text, memory_text, promise_text, status_counts
 from kvbatch.text import counted, format_bytes
 
 _Tile = tuple[str, str, str, str]  # name, value, what belongs to it, explanation
@@ -93,6 +93,12 @@ def _memory_tiles(s: Summary) -> list[_Tile]:
         of += f"; {loss_text(s)}" if s["kv_layers"] else ""
         explanation = "Bytes of keys and values, of those of a full cache; less lets more rows run at once."
         tiles.append(("KV bytes kept", f"{s['kv_kept_ratio']:.1%}", of, explanation))
+    if (policy := s["cache_policy"]) and (text := promise_text(s)):
+        explanation = (
+            "What the cache costs on texts of kvbatch's own, against the full cache; less is better."
+        )
+        name = "cache KL" if policy["measure"] == "kl" else "cache ΔNLL"
+        tiles.append((name, f"{policy['loss']:.4f}", text, explanation))
     if efficiency := s.get("packing_efficiency"):
         bins = counted(s["num_bins"], "bin")
         tiles.append(

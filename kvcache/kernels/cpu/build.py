@@ -164,6 +164,16 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
+def cpu_name() -> str:
+    """Return the name of the CPU, as the system gives it; of its architecture where it gives none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def cpu_identity() -> str:
     """Return what `native` means here: the CPU's name and features."""
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvbatch import opened_job
 from kvbatch.cli import cli
 from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.job_file.load import load_job
@@ -63,7 +62,7 @@ def test_what_is_refused_changes_nothing(job_file, kvbatch, monkeypatch):
     column = ("-s", "prompt.template='{nope} {text}'")
     refused(78, "run", path, "--new-run", *column)
     refused(78, "plan", path, *column)
-    make_plan = opened_job.make_plan
+    make_plan = planning.make_plan
 
     def fails(error):
         def plan_and_fail(*arguments):
@@ -87,7 +86,7 @@ def test_a_run_that_is_planned_is_seen_and_what_a_kill_leaves_of_it_is_cleared(j
     monkeypatch.setattr("kvbatch.report.html.page.write_page", lambda *_: None)
     path = job_file(RECORDS)
     complete = run(path)
-    make_plan, seen = opened_job.make_plan, []
+    make_plan, seen = planning.make_plan, []
 
     def watched(opened, memory, draft, progress):
         seen.append((draft.run_id, load_status(HOME), load_status(HOME / draft.run_id)))
