@@ -29,7 +29,10 @@ Encode = Callable[[str], Tokens[int]]
 
 @dataclass(frozen=True)
 class CheckText:
-    """A text to read, what follows it, and a question about a fact planted in it."""
+    """A text to read, what follows it, and a question about a fact planted in it.
+
+    Question and answer are empty where the context is too short for them; its loss is then that of the continuation.
+    """
 
     name: str
     context: tuple[int, ...]
@@ -46,7 +49,9 @@ def check_texts_of(texts: Mapping[str, str], encode: Encode, max_context: int) -
         encode: text → token ids, without special tokens.
     """
     fact, question, answer = (tuple(encode(text)) for text in (_FACT, _QUESTION, _ANSWER))
-    most = min(NUM_TOKENS, max_context - len(fact) - len(question) - len(answer))
+    if 4 * len(fact + question + answer) > max_context:
+        fact = question = answer = ()
+    most = min(NUM_TOKENS, max_context - len(fact + question + answer))
     found = []
     for name, text in texts.items():
         tokens = tuple(encode(text))[:most]
@@ -121,7 +126,7 @@ class LossMeter:
             full, full_bytes = self._by_full_cache(text, measure)
             probs, num_bytes = _read(llm, text, measure)
             self._advance(text.name, len(text.context))
-            target = list(text.answer if measure == "question" else text.continuation)
+            target = list(text.answer if measure == "question" and text.answer else text.continuation)
             found = drift(target, probs, full.float())
             value = found.nll - found.full_nll if measure == "question" else found.kl
             losses[text.name] = value if torch.isfinite(torch.tensor(value)) else float("inf")
@@ -154,7 +159,7 @@ class LossMeter:
 
 def _read(llm: EngineCore, text: CheckText, measure: str) -> tuple[Tensor, int]:
     """Return the log-probabilities that stand before what is scored, `[N, V]`, and the bytes that the text holds."""
-    asks = measure == "question"
+    asks = measure == "question" and bool(text.question)
     probes = text.question if asks else ()
     request = Request(0, list(text.context), SamplingParams(max_new_tokens=1), probe_token_ids=probes)
     with reading(llm, request) as context:

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engine.cache_loss import Encode, LossMeter, check_texts_of
 from engine.calibration import keep_file
 from engine.check_texts import check_texts
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.promise import FittedPolicy, fit_policy
 from kvcache.config import KVCacheConfig
@@ -34,7 +36,6 @@ class PolicyKey:
         device: its kind, `cpu` or `cuda`.
         preset: of the cache.
         changes: keys of `KVCacheConfig` that differ from the preset, as (name, value) pairs.
-        streams: documents longer than the context are streamed, which needs a policy that can.
     """
 
     model: str
@@ -43,7 +44,6 @@ class PolicyKey:
     device: str
     preset: str
     changes: tuple[tuple[str, Any], ...] = ()
-    streams: bool = False
 
     @property
     def promise(self) -> Promise | None:
@@ -71,6 +71,27 @@ def find_policy(key: PolicyKey) -> FittedPolicy | None:
         return FittedPolicy.from_dict(values["fitted"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def policy_of_preset(preset: str, model: Decoder, config: EngineConfig, encode: Encode) -> KVCacheConfig:
+    """Return the policy with which a preset keeps its promise on a model; arguments as `fit_kept_policy`.
+
+    Raises:
+        EngineError: The promise cannot be kept; the message says what is lost.
+    """
+    policy = KVCacheConfig.preset(preset)
+    if preset not in PROMISES:
+        return policy
+    content = hashlib.sha256(repr(model.checksums()).encode()).hexdigest()[:20]
+    quant = "int8" if model.has_int8_weights else None
+    key = PolicyKey(content, str(model.dtype).removeprefix("torch."), quant, model.device.type, preset)
+    fitted = fit_kept_policy(key, model, config, encode)
+    if not fitted.holds:
+        raise EngineError(
+            f"cache {preset!r} cannot keep its promise on this model: the mildest policy has {fitted}"
+        )
+    logging.getLogger(__name__).info("cache %s: %s", preset, fitted)
+    return replace(policy, tiers=fitted.tiers)
 
 
 def fit_kept_policy(
@@ -105,11 +126,7 @@ def fit_kept_policy(
         tiers = key.policy.resolved_tiers
         fitted = FittedPolicy(tiers, measure, None, loss.value, loss.worst, loss.kv_ratio, loss.num_tokens)
     else:
-        policies = [
-            policy
-            for policy in promise.policies(key.preset, **dict(key.changes))
-            if policy.can_stream or not key.streams
-        ]
+        policies = list(promise.policies(key.preset, **dict(key.changes)))
         fitted = fit_policy(
             promise, policies, lambda policy, limit: meter.measure(policy, promise.measure, limit)
         )

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
+from engine.kept_policies import policy_of_preset
 from engine.memory import resolve_budget
 from engine.models import load_model
 from engine.models.basis import basis_for
@@ -49,7 +50,8 @@ class LLM:
         """Load a model of a local directory, as transformers saves it, for a cache policy.
 
         Args:
-            cache: name of a preset (`kvcache.config.PRESETS`), a policy, or None for the full cache.
+            cache: name of a preset (`kvcache.promises`), fitted to the model at its first use; a policy, taken as it
+                is; or None for the full cache.
             memory: for keys, values and workspace: `"4GiB"`, `"60%"` of what is free, or bytes.
             device: `cpu`, `cuda`, or `auto`: the GPU where there is one and the policy runs on it.
             dtype: of weights and arithmetic; float32 on a CPU and bfloat16 on a GPU by default.
@@ -59,6 +61,7 @@ class LLM:
         Raises:
             ModelError: The model's files are missing, corrupt or of an unknown architecture.
             BudgetError: The memory is not there, or too small.
+            EngineError: The preset cannot keep its promise on the model.
             ValueError: The preset is unknown, or the policy does not suit the model or the device.
         """
         policy = _preset(cache) if isinstance(cache, str) else cache or KVCacheConfig()
@@ -81,6 +84,12 @@ class LLM:
             cache=policy,
             calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
         )
+        if isinstance(cache, str):
+
+            def encode(text: str) -> list[int]:
+                return tokenizer.encode(text, add_special_tokens=False)
+
+            config = replace(config, cache=policy_of_preset(cache, model, config, encode))
         return cls(EngineCore(model, config, Detokenizer(tokenizer)), tokenizer)
 
     def generate(

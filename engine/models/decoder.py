@@ -66,6 +66,11 @@ class Decoder:
         return sum(tensor.nbytes for tensor in _tensors(self._weights))
 
     @property
+    def has_int8_weights(self) -> bool:
+        """Whether the layers' matrices are in int8."""
+        return isinstance(self._weights.layers[0].down.weight, Int8Weight)
+
+    @property
     def output_weights(self) -> Iterator[Tensor]:
         """The attention's output projection of every layer, `[hidden, H D]`."""
         weights = (layer.output.weight for layer in self._weights.layers)

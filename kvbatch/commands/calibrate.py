@@ -70,6 +70,8 @@ def calibrate(model: str, presets: tuple[str, ...], as_json: bool, **keys: Any) 
 
 
 def _fit(handle: "ModelHandle", preset: str, progress: "Progress") -> "FittedPolicy":
+    from engine import EngineConfig
+    from engine.calibration import calibration_text
     from engine.memory import resolve_budget
     from kvbatch.job_file.sections import CacheSection
     from kvbatch.model.cache_policy import fit_policy, policy_key
@@ -81,5 +83,6 @@ def _fit(handle: "ModelHandle", preset: str, progress: "Progress") -> "FittedPol
     progress.start("calibrating")
     progress.step(f"preset {preset}")
     handle.decoder  # noqa: B018 loaded before the memory for the cache is counted
-    memory_bytes = resolve_budget("60%", handle.device)
-    return fit_policy(policy_key(handle, CacheSection(preset=preset)), handle, memory_bytes, advance)
+    words = handle.tokenizer.encode(calibration_text(), add_special_tokens=False)
+    config = EngineConfig(resolve_budget("60%", handle.device), calibration_token_ids=tuple(words))
+    return fit_policy(policy_key(handle, CacheSection(preset=preset)), handle, config, advance)

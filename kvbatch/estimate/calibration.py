@@ -24,9 +24,9 @@ def calibrated(opened: OpenedJob, progress: Progress) -> OpenedJob:
     if not opened.policy.compresses:
         return opened
     if opened.fitted is None:
-        from kvbatch.model.cache_policy import fit_policy, job_key
+        from kvbatch.model.cache_policy import fit_policy, policy_key
 
-        budget_bytes = opened.plan_memory().budget_bytes  # of what is free before the weights are loaded
+        memory = opened.plan_memory()  # of what is free before the weights are loaded
         progress.start("calibrating")
         progress.step("loading weights")
 
@@ -34,9 +34,9 @@ def calibrated(opened: OpenedJob, progress: Progress) -> OpenedJob:
             progress.step(f"read the text {text}")
             progress.advance(0, num_tokens)
 
-        key = job_key(opened.job, opened.model)
-        fitted = fit_policy(key, opened.model, budget_bytes, advance)
-        opened = replace(opened, fitted=fitted, budget_bytes=budget_bytes)
+        key = policy_key(opened.model, opened.job.cache)
+        fitted = fit_policy(key, opened.model, memory.engine_config, advance)
+        opened = replace(opened, fitted=fitted, budget_bytes=memory.budget_bytes)
         progress.end()
         progress.note(f"cache: {opened.job.cache.preset}, {fitted} on texts of kvbatch's own")
     assert opened.fitted is not None

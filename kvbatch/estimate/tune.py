@@ -9,6 +9,7 @@ from kvbatch.estimate.pareto_plot import Point, draw_frontier
 from kvbatch.estimate.quality import QualitySample, Verdict, assess
 from kvbatch.job_file.sections import CacheSection, QualityGuardSection
 from kvbatch.text import escaped
+from kvcache.config import PRESETS
 
 if TYPE_CHECKING:
     from kvbatch.opened_job import OpenedJob
@@ -17,16 +18,24 @@ if TYPE_CHECKING:
 
 # What a job file may say of how much is kept; a candidate says it in their place, and the job's other keys stay.
 _KEPT_KEYS = ("preset", "compress_method", "keep_ratio", "quant_bits", "tiers")
+
+
+def _as_it_is(preset: str) -> dict[str, Any]:
+    """Return the keys of a preset with the tiers that most models need, which are then not fitted to the model."""
+    tiers = PRESETS[preset].resolved_tiers
+    return {"preset": preset, "tiers": [[tier.ratio, tier.key_bits, tier.value_bits] for tier in tiers]}
+
+
 CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "8 bits": {"compress_method": "quant", "quant_bits": 8},
-    "dialogue": {"preset": "dialogue"},
+    "dialogue": _as_it_is("dialogue"),
     "4 bits": {"compress_method": "quant", "quant_bits": 4},
-    "default": {"preset": "default"},
+    "default": _as_it_is("default"),
     "0.6 at 4 bits": {"preset": "aggressive", "keep_ratio": 0.6, "quant_bits": 4},
-    "aggressive": {"preset": "aggressive"},
-    "logs": {"preset": "logs"},
+    "aggressive": _as_it_is("aggressive"),
+    "logs": _as_it_is("logs"),
     "0.2 at 4 bits": {"preset": "logs", "keep_ratio": 0.2, "quant_bits": 4},
-    "extract": {"preset": "extract"},
+    "extract": _as_it_is("extract"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvbatch.errors import JobFileError
 
 if TYPE_CHECKING:
+    from engine import EngineConfig
     from engine.kept_policies import PolicyKey
     from engine.promise import FittedPolicy
     from kvbatch.job_file.sections import CacheSection, Job
@@ -18,12 +19,8 @@ _READ_TOKENS = 6 * 2000 * 3
 _WORK_PER_S = 6e10
 
 
-def policy_key(model: "ModelHandle", cache: "CacheSection", *, streams: bool = False) -> "PolicyKey":
-    """Return what the policy of a cache section depends on.
-
-    Args:
-        streams: documents longer than the context are streamed.
-    """
+def policy_key(model: "ModelHandle", cache: "CacheSection") -> "PolicyKey":
+    """Return what the policy of a cache section depends on."""
     from engine.kept_policies import PolicyKey
 
     content = hashlib.sha256(f"{model.files.revision} {model.tokenizer_hash}".encode()).hexdigest()[:20]
@@ -34,7 +31,6 @@ def policy_key(model: "ModelHandle", cache: "CacheSection", *, streams: bool = F
         model.device,
         cache.preset,
         cache.changes,
-        streams,
     )
 
 
@@ -42,41 +38,28 @@ def known_policy(job: "Job", model: "ModelHandle") -> "FittedPolicy | None":
     """Return the policy that was fitted before; None where nothing is compressed or nothing was fitted."""
     from engine.kept_policies import find_policy
 
-    return find_policy(job_key(job, model)) if job.cache.policy.compresses else None
-
-
-def job_key(job: "Job", model: "ModelHandle") -> "PolicyKey":
-    """Return what the policy of a job depends on."""
-    return policy_key(model, job.cache, streams=job.long_document.on_too_long == "stream")
+    return find_policy(policy_key(model, job.cache)) if job.cache.policy.compresses else None
 
 
 def fit_policy(
-    key: "PolicyKey", model: "ModelHandle", memory_bytes: int, advance: Callable[[str, int], None]
+    key: "PolicyKey", model: "ModelHandle", config: "EngineConfig", advance: Callable[[str, int], None]
 ) -> "FittedPolicy":
     """Fit a policy on the check texts, for which the weights are loaded, and keep it.
 
     Args:
-        memory_bytes: for keys, values and workspace.
+        config: of the engines that read; whatever its cache policy.
         advance: told of each text that was read, by the number of its tokens.
 
     Raises:
         ModelUnavailable: The weights cannot be loaded.
         JobFileError: The memory is too small, or a policy does not suit the model.
     """
-    from engine import EngineConfig
-    from engine.calibration import calibration_text
     from engine.kept_policies import fit_kept_policy
-    from kvbatch.prompts.rendering import REPEAT
 
     def encode(text: str) -> list[int]:
         return model.tokenizer.encode(text, add_special_tokens=False)
 
     decoder = model.decoder
-    config = EngineConfig(
-        memory_bytes,
-        repeat_token_ids=tuple(encode(REPEAT)),
-        calibration_token_ids=tuple(encode(calibration_text())),
-    )
     try:
         return fit_kept_policy(key, decoder, config, encode, advance)
     except ValueError as error:  # a policy that does not suit the model, a budget that is too small

@@ -61,6 +61,10 @@ class FileHashes:
             self._keep(files[index], facts[index], hashes[index], started_ns)
         return [hashes[index] for index in range(len(files))]
 
+    def has(self, files: Sequence[Path]) -> bool:
+        """Tell whether the hash of every file is known without reading it; raises OSError."""
+        return all(self._known(file, file_facts(file)) for file in files)
+
     def _known(self, file: Path, facts: dict[str, int]) -> str | None:
         if self._folder is None:
             return None

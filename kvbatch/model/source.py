@@ -159,7 +159,7 @@ def _from_directory(path: Path, cache: Path | None, look_only: bool) -> ModelSou
         raise ModelUnavailable(f"{path} holds no config.json; {remedy}")
     _refuse_stand_ins(path, _files_of(path))
     if look_only:
-        return ModelSource(path, path.name, "")
+        return ModelSource(path, path.name, _content(path, cache, reads=False))
     if not holds_weights(path):
         raise ModelUnavailable(f"{path} holds no *.safetensors weights; save the model as safetensors")
     return ModelSource(path, path.name, _content(path, cache))
@@ -243,11 +243,18 @@ def _from_hub(repo: str, revision: str | None, look_only: bool) -> ModelSource:
     return ModelSource(path, repo, path.name)
 
 
-def _content(path: Path, cache: Path | None) -> str:
-    """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all."""
+def _content(path: Path, cache: Path | None, *, reads: bool = True) -> str:
+    """Return a hash over all bytes of a local model: that of its only file, or one over names and hashes of all.
+
+    Args:
+        reads: files are read; otherwise the hash is empty where they were not read before.
+    """
     files = _files_of(path) if path.is_dir() else gguf_parts(path)
     try:
-        hashes = FileHashes(_cache_or_none(cache)).of(files)
+        known = FileHashes(_cache_or_none(cache))
+        if not reads and not known.has(files):
+            return ""
+        hashes = known.of(files)
     except OSError as error:
         raise ModelUnavailable(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if not path.is_dir() and len(files) == 1:

@@ -119,6 +119,7 @@ class Summary(Counts, LaneFigures, Measures, total=False):
     kv_kept_ratio: float | None
     cache_preset: str
     cache_policy: dict[str, Any] | None  # the fields of `engine.promise.FittedPolicy`
+    cache_loss: str | None  # the same in words
     quality: dict[str, Any] | None  # the fields of `estimate.quality.Verdict`
     advice: str | None  # what to do about answers that were cut
     next_command: str | None  # by which a run that did not come to its end goes on
@@ -194,6 +195,7 @@ def summarise(
         "kv_kept_ratio": counts["kv_kept_bytes"] / full_bytes if full_bytes else None,
         "cache_preset": manifest.cache_preset,
         "cache_policy": manifest.cache_policy,
+        "cache_loss": str(manifest.fitted) if manifest.fitted else None,
         "quality": manifest.quality,
         "advice": cut_advice(run, manifest, counts),
         "next_command": None if measured else continuation(run, manifest),

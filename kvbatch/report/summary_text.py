@@ -62,15 +62,8 @@ def kept_text(s: Summary) -> str:
 
 def promise_text(s: Summary) -> str:
     """Say what the cache policy loses on the check texts, beside the longest row; empty where that was not measured."""
-    from engine.promise import FittedPolicy
-
-    if s["cache_policy"] is None:
-        return ""
-    try:
-        fitted = FittedPolicy.from_dict(s["cache_policy"])
-    except (TypeError, KeyError, ValueError):
-        return ""
-    return f"preset {s['cache_preset']}: {fitted}, longest row {s['longest_prompt_tokens']:,}"
+    loss = s.get("cache_loss")
+    return f"preset {s['cache_preset']}: {loss}, longest row {s['longest_prompt_tokens']:,}" if loss else ""
 
 
 def loss_text(s: Summary) -> str:

@@ -112,6 +112,10 @@ def run_job(
         earlier = resume or done or (None if new_run or reuse else find_unfinished_run(job))
         kept = run_to_keep(job, earlier, reuse, new_run=new_run)
         opened = open_job(job, corpus, progress, stopper, earlier=earlier, kept=kept)
+        insists = resume is not None
+        continues = earlier is not None and can_continue(
+            earlier, job, opened.fingerprint, opened.inputs, insists=insists
+        )
         if make_llm is None:
             opened = calibrated(opened, progress)
 
@@ -121,8 +125,7 @@ def run_job(
             memory = opened.plan_memory(known_bytes=known_bytes)
             return RunSession(opened, memory, progress, stopper, lock.check, make_llm or load_llm)
 
-        insists = resume is not None
-        if earlier and can_continue(earlier, job, opened.fingerprint, opened.inputs, insists=insists):
+        if earlier and continues:
             run = earlier
             running = session(_with_plan_of(run, opened), kept_budget_bytes(run, job))
             if not resume:

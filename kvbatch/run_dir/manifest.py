@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvbatch.run_dir.plan_file import PlanSummary
+
+if TYPE_CHECKING:
+    from engine.promise import FittedPolicy
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,16 @@ class Manifest:
         try:
             return datetime.fromisoformat(self.prompt_time or "")
         except ValueError:
+            return None
+
+    @property
+    def fitted(self) -> "FittedPolicy | None":
+        """What keeps the cache preset's promise; None if that was not measured, or is damaged."""
+        from engine.promise import FittedPolicy
+
+        try:
+            return FittedPolicy.from_dict(self.cache_policy or {})
+        except (TypeError, KeyError, ValueError):
             return None
 
     @property

@@ -195,16 +195,11 @@ def kept_policy(run: RunDirectory, job: Job, model: str) -> "FittedPolicy | None
     Args:
         model: identity of the model's content.
     """
-    from engine.promise import FittedPolicy
-
     try:
         manifest = run.read_manifest()
-        if manifest.cache_policy is None or manifest.revision != model:
-            return None
-        asked = job_fingerprint(job).semantic
-        keys = [key for key in {*asked, *manifest.semantic} if key.startswith("cache.")]
-        if any(asked.get(key) != manifest.semantic.get(key) for key in keys):
-            return None
-        return FittedPolicy.from_dict(manifest.cache_policy)
-    except (InputError, TypeError, KeyError, ValueError):
+    except InputError:
         return None
+    asked = job_fingerprint(job).semantic
+    keys = [key for key in {*asked, *manifest.semantic} if key.startswith("cache.")]
+    is_same = all(asked.get(key) == manifest.semantic.get(key) for key in keys)
+    return manifest.fitted if is_same and manifest.revision == model else None

@@ -91,7 +91,8 @@ def _at_the_end(
             rests[number] = 0.0
     full, rest = _pages(layout, kept, rests)
     if layout.fills_pages(prompt_tokens) and tail:
-        rest -= _pages(layout, kept[-1:], rests[-1:])[1]
+        others = [0.0] * (len(tiers) - 1)
+        rest -= _pages(layout, [*others, kept[-1]], [*others, rests[-1]])[1]
     return full, rest
 
 

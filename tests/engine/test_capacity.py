@@ -39,7 +39,7 @@ def rows_in_decode(model, preset: str, num_rows: int) -> int:
     """Return how many rows of 4,000 tokens are answered at once; the memory is asked of the tensors."""
     cache = KVCacheConfig.preset(preset)
     llm = EngineCore(
-        model, EngineConfig(BUDGET_BYTES, step_tokens=256, max_sequences=300, cache=cache), as_text
+        model, EngineConfig(BUDGET_BYTES, step_tokens=512, max_sequences=300, cache=cache), as_text
     )
     assert llm.cache.allocated_bytes <= BUDGET_BYTES
     plan_step, execute, found = llm.scheduler.plan_step, llm.runner.execute, 0

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from kvbatch.cli import invoke
 from kvbatch.progress.display import Progress
+from kvcache.config import KVCacheConfig
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/test"
@@ -69,6 +70,6 @@ def in_process(command, **streams):
 def opened(job, **_):
     """Open a job without its model."""
     with Progress() as progress:
-        found = SimpleNamespace(job=job, plan_memory=lambda: None)
+        found = SimpleNamespace(job=job, plan_memory=lambda: None, policy=KVCacheConfig())
         found.with_basis = lambda basis: found
         yield found, progress

@@ -36,6 +36,6 @@ def test_contradictions_are_refused_with_the_reason(values, reason):
 def test_presets_are_policies_and_change_key_by_key():
     assert set(PRESETS) == {"none", "dialogue", "logs", "extract", "default", "aggressive"}
     logs = KVCacheConfig.from_dict({"preset": "logs", "warmup_tokens": 4})
-    assert logs.resolved_tiers == (Tier(0.3, 4, 4),) and logs.warmup_tokens == 4
+    assert logs.resolved_tiers == (Tier(0.08, 4, 4), Tier(0.3, 3, 2)) and logs.warmup_tokens == 4
     changed = KVCacheConfig.from_dict({"preset": "default", "keep_ratio": 0.4, "quant_bits": [8, 4]})
     assert changed.resolved_tiers == (Tier(0.4, 8, 4),)

@@ -93,7 +93,7 @@ def _memory_tiles(s: Summary) -> list[_Tile]:
         of += f"; {loss_text(s)}" if s["kv_layers"] else ""
         explanation = "Bytes of keys and values, of those of a full cache; less lets more rows run at once."
         tiles.append(("KV bytes kept", f"{s['kv_kept_ratio']:.1%}", of, explanation))
-    if (policy := s["cache_policy"]) and (text := promise_text(s)):
+    if (policy := s.get("cache_policy")) and (text := promise_text(s)):
         explanation = (
             "What the cache costs on texts of kvbatch's own, against the full cache; less is better."
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvbatch import planning
 from kvbatch.cli import cli
 from kvbatch.errors import KvbatchError, ModelUnavailable
 from kvbatch.job_file.load import load_job

@@ -312,6 +312,10 @@ def test_statistics_of_the_cache(job_file, tmp_path, tiny_model, preset):
         shutil.copy(file, tmp_path / "model")
     records = [{"id": n, "text": f"{n} fox " * (60 + 5 * n)} for n in range(5)]
     cache = {"preset": preset, "tail_tokens": 0}  # these documents are little more than a tail
+    if preset == "logs":  # as it is, whatever the model would need
+        cache["keep_ratio"], cache["quant_bits"] = 0.3, 4
+    elif preset == "default":
+        cache["tiers"] = [[0.3, 4, 4], [0.7, 3, 2]]
     found = run(job_file(records, model={"path": "model"}, cache=cache)).run
     rows, summary = output(found), load_summary(found.path)
     steps = pl.read_parquet(found.path / "stats" / "steps.parquet")
