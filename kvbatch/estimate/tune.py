@@ -1,7 +1,8 @@
 """The smallest cache that keeps a corpus' quality limits: presets, keep ratios and bits, compared on sampled rows."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _KEPT_KEYS = ("preset", "compress_method", "keep_ratio", "quant_bits", "tiers")
 def _as_it_is(preset: str) -> dict[str, Any]:
     """Return the keys of a preset with the tiers that most models need, which are then not fitted to the model."""
     tiers = PRESETS[preset].resolved_tiers
-    return {"preset": preset, "tiers": [[tier.ratio, tier.key_bits, tier.value_bits] for tier in tiers]}
+    return {"preset": preset, "tiers": tuple(map(astuple, tiers))}
 
 
 CANDIDATES: Mapping[str, Mapping[str, Any]] = {
@@ -98,7 +99,9 @@ def render(candidates: Sequence[Candidate]) -> str:
         lines.append("no candidate keeps the limits: run with the full cache, or allow more loss")
     else:
         lines += ["the cheapest that keeps the limits:", "", "cache:"]
-        lines += [f"  {key}: {value}" for key, value in best.keys.items()]
+        lines += [
+            f"  {key}: {json.dumps(value) if key == 'tiers' else value}" for key, value in best.keys.items()
+        ]
     return "\n".join(lines)
 
 

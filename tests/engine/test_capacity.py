@@ -39,7 +39,7 @@ def rows_in_decode(model, preset: str, num_rows: int) -> int:
     """Return how many rows of 4,000 tokens are answered at once; the memory is asked of the tensors."""
     cache = KVCacheConfig.preset(preset)
     llm = EngineCore(
-        model, EngineConfig(BUDGET_BYTES, step_tokens=512, max_sequences=300, cache=cache), as_text
+        model, EngineConfig(BUDGET_BYTES, step_tokens=640, max_sequences=300, cache=cache), as_text
     )
     assert llm.cache.allocated_bytes <= BUDGET_BYTES
     plan_step, execute, found = llm.scheduler.plan_step, llm.runner.execute, 0
@@ -70,4 +70,4 @@ def test_a_budget_holds_many_times_the_rows(model):
     whole = rows_in_decode(model, "none", 10)
     assert whole < 10
     assert 5 * whole > rows_in_decode(model, "default", 5 * whole) >= 3.5 * whole
-    assert 9 * whole > rows_in_decode(model, "aggressive", 9 * whole) >= 6 * whole
+    assert 9 * whole > rows_in_decode(model, "aggressive", 9 * whole) >= 5.5 * whole

@@ -129,7 +129,7 @@ def test_a_preset_that_saves_nothing_is_named_with_a_better_one(job_file, wide_m
         "model.max_context=4096",
         "long_document.on_too_long=truncate",
     )
-    (message,) = advice("cache.preset=logs", "cache.chunk_size=1024", *middling)
+    (message,) = advice("cache.preset=logs", "cache.chunk_size=1024", "cache.delay=4", *middling)
     assert message.endswith("set cache.preset: default or none")
 
 

@@ -265,7 +265,7 @@ def test_what_cannot_stream_is_refused(job_file, sections, match):
 
 
 def test_a_context_too_short_to_stream_is_said_before_weights_load(job_file, tokenizer):
-    with pytest.raises(JobFileError, match="the newest 1,600 tokens are held whole, of 504"):
+    with pytest.raises(JobFileError, match="the newest 2,112 tokens are held whole, of 504"):
         makers(job_file, tokenizer, "long_document.on_too_long=stream", "cache.preset=logs")
 
 
