@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from engine.cache_loss import Loss
 
 
+# A step down the ladder loses 1.4 times as much and more, so it is not tried where there is less room.
+_ROOM = 1 / 1.4
+
+
 @dataclass(frozen=True)
 class FittedPolicy:
     """A policy, and what it was measured to lose.
@@ -95,7 +99,7 @@ def fit_policy(
 
     step = promise.first
     best = fitted(step)
-    while best.holds and step > 0:
+    while step > 0 and best.loss <= _ROOM * promise.limit:
         cheaper = fitted(step - 1)
         if not cheaper.holds:
             break

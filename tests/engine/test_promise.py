@@ -64,10 +64,11 @@ def losses_by_share(limit: float):
 @pytest.mark.parametrize(
     ("limit", "expected", "tried"),
     [
-        (0.5, 0.5, [0.7, 0.5, 0.3]),  # down until one fails
-        (0.35, 0.7, [0.7, 0.5]),
+        (0.6, 0.5, [0.7, 0.5]),  # down as long as there is room
+        (0.45, 0.7, [0.7, 0.5]),  # and one holds
+        (0.35, 0.7, [0.7]),  # so little room that it is not tried
         (0.05, 1.0, [0.7, 0.9, 1.0]),  # up until one holds
-        (0.9, 0.3, [0.7, 0.5, 0.3]),
+        (0.99, 0.3, [0.7, 0.5, 0.3]),
     ],
 )
 def test_the_fewest_bytes_that_hold_are_found_from_where_most_models_are(limit, expected, tried):

@@ -85,7 +85,7 @@ def _memory_tiles(s: Summary) -> list[_Tile]:
                 "KV peak",
                 format_bytes(s["kv_peak_bytes_measured"]),
                 predicted,
-                "Most bytes of keys and values held at once; never more than predicted.",
+                "Most bytes of keys and values held at once; the plan foresees it within a few percent.",
             )
         )
     if s["kv_kept_ratio"] is not None:
