@@ -53,19 +53,19 @@ _MILD = (_two(0.2, 0.6, 3, 2), _two(0.3, 0.7, 3, 2), _two(0.4, 0.6, 3, 3), *_WHO
 
 # On the check texts, which are short and dense: documents of 4,000 tokens lose about half as much.
 PROMISES: dict[str, Promise] = {
-    "default": Promise("kl", 0.004, _MILD, first=1),
+    "default": Promise("kl", 0.005, _MILD, first=1),
     "dialogue": Promise(
-        "kl", 0.004, ((Tier(0.4, 8, 8),), (Tier(0.5, 8, 8),), (Tier(0.7, 8, 8),), *_WHOLE[1:]), first=1
+        "kl", 0.005, ((Tier(0.4, 8, 8),), (Tier(0.5, 8, 8),), (Tier(0.7, 8, 8),), *_WHOLE[1:]), first=1
     ),
     "aggressive": Promise(
         "kl",
-        0.012,
+        0.013,
         (_two(0.12, 0.32, 3, 2), _two(0.15, 0.42, 3, 2), _two(0.2, 0.55, 3, 2), *_MILD[1:]),
         first=1,
     ),
     "logs": Promise(
         "kl",
-        0.024,
+        0.026,
         (
             *(
                 _two(first, second, 3, 2)
