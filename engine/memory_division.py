@@ -14,7 +14,7 @@ from engine.errors import BudgetError
 from engine.prompt_lookup import STEP_TOKENS
 from engine.request_pages import request_pages
 from engine.scheduler import ALONE_DECODES
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig  # imports transformers, which a planner may not need yet
@@ -67,10 +67,10 @@ def cache_layout(
     Raises:
         ValueError: The policy does not suit the model.
     """
-    shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+    groups = (LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim),)
     whole_bytes = 2 if config.cache.dtype == "bfloat16" else element_bytes
     if not config.cache.compresses:
-        return CacheLayout(*shape, whole_bytes, config.cache.page_tokens)
+        return CacheLayout(groups, whole_bytes, config.cache.page_tokens)
     from kvcache.sizes.compressed import CompressedLayout
 
     if model.head_dim % 16:
@@ -80,7 +80,7 @@ def cache_layout(
     weights = config.cache.layer_budget
     if weights and len(weights) != model.num_layers:
         raise ValueError(f"layer_budget has {len(weights)} weights, but the model {model.num_layers} layers")
-    return CompressedLayout(*shape, element_bytes, whole_bytes, config.cache)
+    return CompressedLayout(groups, element_bytes, whole_bytes, config.cache)
 
 
 def divide_budget(

@@ -10,7 +10,7 @@ from math import lcm
 
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.chunk_schedule import ChunkSchedule
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroups
 from kvcache.sizes.page_format import UNIT_BYTES, PageFormat
 
 TIER_PAGE_TOKENS = 64
@@ -23,19 +23,15 @@ TAIL_RATIO = 0.45
 
 
 @dataclass(frozen=True)
-class CompressedLayout:
+class CompressedLayout(LayerGroups):
     """How a model's keys and values are kept under a compressing policy.
 
     Args:
-        num_layers, num_kv_heads, head_dim: of the model.
         element_bytes: bytes of one element at the model's precision.
         whole_bytes: bytes of one element of a token kept whole.
         config: the policy.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     element_bytes: int
     whole_bytes: int
     config: KVCacheConfig
@@ -44,10 +40,6 @@ class CompressedLayout:
     def chunks(self) -> ChunkSchedule:
         """The schedule of a prompt's chunks."""
         return ChunkSchedule.of(self.config)
-
-    @property
-    def num_lanes(self) -> int:
-        return self.num_layers * self.num_kv_heads
 
     @property
     def whole(self) -> PageFormat:
@@ -73,9 +65,7 @@ class CompressedLayout:
     @property
     def uncompressed(self) -> CacheLayout:
         """The same model's layout where nothing is compressed."""
-        return CacheLayout(
-            self.num_layers, self.num_kv_heads, self.head_dim, self.element_bytes, self.config.page_tokens
-        )
+        return CacheLayout(self.groups, self.element_bytes, self.config.page_tokens)
 
     @property
     def page_bytes(self) -> int:

@@ -6,25 +6,68 @@ Pure integers, no torch.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvcache.sizes.chunk_schedule import ChunkSchedule
 
 
 @dataclass(frozen=True)
-class CacheLayout:
-    """How a model's keys and values are cut into pages.
+class LayerGroup:
+    """Layers whose lanes are cached alike.
 
     Args:
         num_layers: decoder layers.
         num_kv_heads: KV heads of a layer.
         head_dim: elements of one key or value.
-        element_bytes: bytes of one stored element.
-        page_tokens: slots of a page.
+        kind: what their tokens attend to; `attention` is to all tokens before them.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kind: Literal["attention"] = "attention"
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The layers of a model, in order. There is one group so far.
+
+    Raises:
+        ValueError: There are more.
+    """
+
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != 1:
+            raise ValueError(f"a cache holds one group of layers, not {len(self.groups)}")
+
+    @property
+    def num_layers(self) -> int:
+        return self.groups[0].num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.groups[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.groups[0].head_dim
+
+    @property
+    def num_lanes(self) -> int:
+        return self.num_layers * self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class CacheLayout(LayerGroups):
+    """How a model's keys and values are cut into pages.
+
+    Args:
+        element_bytes: bytes of one stored element.
+        page_tokens: slots of a page.
+    """
+
     element_bytes: int
     page_tokens: int = 64
 
@@ -37,10 +80,6 @@ class CacheLayout:
     def chunks(self) -> ChunkSchedule:
         """The schedule of a prompt's chunks: a step may end anywhere."""
         return ChunkSchedule()
-
-    @property
-    def num_lanes(self) -> int:
-        return self.num_layers * self.num_kv_heads
 
     @property
     def page_bytes(self) -> int:

@@ -14,7 +14,7 @@ from engine.engine_core import EngineCore
 from engine.models import load_model
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache, slot_mapping
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 from tests.engine.helpers import GREEDY, as_text, prompts, run
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -73,7 +73,7 @@ def plain(q, keys, values, num_past):
 @settings(max_examples=40, deadline=None)
 def test_backends_agree(num_past, num_new, kv_heads, group, head_dim, holes, seed):
     torch.manual_seed(seed)
-    layout = CacheLayout(1, kv_heads, head_dim, 4, page_tokens=4)
+    layout = CacheLayout((LayerGroup(1, kv_heads, head_dim),), 4, page_tokens=4)
     pool = PagePool(layout, 4 * layout.sequence_pages(64), dtype=torch.float32)
     if holes:
         blocks = [pool.allocate(1, 1) for _ in range(pool.num_blocks)]
@@ -95,7 +95,7 @@ def test_backends_agree(num_past, num_new, kv_heads, group, head_dim, holes, see
 
 def test_decode_of_many_sequences_agrees():
     torch.manual_seed(1)
-    layout = CacheLayout(1, 2, 16, 4, page_tokens=4)
+    layout = CacheLayout((LayerGroup(1, 2, 16),), 4, page_tokens=4)
     pool = PagePool(layout, 200, dtype=torch.float32)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)

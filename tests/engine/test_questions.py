@@ -10,6 +10,7 @@ from engine.models import load_model
 from engine.models.basis import ROTATED
 from kvcache.config import KVCacheConfig, Tier
 from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.full import LayerGroup
 from tests.engine.helpers import GREEDY, LOSSY, make_llm, prompts, rows_are_alike, tokens
 from tests.engine.models.tiny_models import save_tiny_model
 
@@ -60,7 +61,7 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(model, cache):
 
 @pytest.mark.parametrize("preset", ["logs", "default", "aggressive"])
 def test_a_question_reserves_little_beside_its_document(preset):
-    layout = CompressedLayout(30, 3, 64, 4, 2, KVCacheConfig.preset(preset))
+    layout = CompressedLayout((LayerGroup(30, 3, 64),), 4, 2, KVCacheConfig.preset(preset))
     document, question = layout.sequence_pages(30_000), layout.sequence_pages(30_030, 30_000, 20)
     assert layout.sequence_pages(30_030, 0, 20) > 0.95 * document
     assert question < 0.25 * document

@@ -5,10 +5,10 @@ import pytest
 from engine.request_pages import held_pages, prefix_pages, request_pages
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.compressed import CompressedLayout
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
-FULL = CacheLayout(2, 2, 16, 4, page_tokens=16)
-COMPRESSED = CompressedLayout(4, 2, 16, 4, 2, KVCacheConfig.preset("aggressive"))
+FULL = CacheLayout((LayerGroup(2, 2, 16),), 4, page_tokens=16)
+COMPRESSED = CompressedLayout((LayerGroup(4, 2, 16),), 4, 2, KVCacheConfig.preset("aggressive"))
 
 
 def test_a_full_caches_pages_follow_from_the_tokens():

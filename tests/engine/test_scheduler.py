@@ -11,9 +11,9 @@ from engine.sequence import Sequence
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache
 from kvcache.sizes.chunk_schedule import ChunkSchedule
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
-LAYOUT = CacheLayout(num_layers=1, num_kv_heads=2, head_dim=1, element_bytes=4, page_tokens=8)
+LAYOUT = CacheLayout((LayerGroup(1, 2, 1),), 4, page_tokens=8)
 
 
 def make_sequence(prompt: int, new: int, shared: int = 0) -> Sequence:

@@ -15,6 +15,7 @@ from kvcache.scorers.protocol import Observation, Scorer
 from kvcache.scorers.registry import SCORERS, get_scorer
 from kvcache.sequence.compressed import CompressedCache
 from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.full import LayerGroup
 from kvcache.sizes.page_format import PageFormat
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ class Largest(Scorer):
 
 def read_prompt(config: KVCacheConfig, keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
     """Cache a prompt's keys and values `[L, KVH, N, D]` chunk by chunk, scored as the policy says."""
-    layout = CompressedLayout(NUM_LAYERS, NUM_KV_HEADS, DIM, 4, 4, config)
+    layout = CompressedLayout((LayerGroup(NUM_LAYERS, NUM_KV_HEADS, DIM),), 4, 4, config)
     blocks = BlockPool(layout.sequence_pages(NUM_TOKENS, new_tokens=1), layout.page_bytes, device=CPU)
     buffers = PrefillBufferPool(
         1,

@@ -13,7 +13,7 @@ from kvbatch.cli import cli
 from kvbatch.estimate import preview as planning
 from kvbatch.prompts.tokenizer import PieceTokenizer
 from kvbatch.run_dir.directory import RunDirectory
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
 
 def documents(count: int, seed: int = 5) -> list[dict]:
@@ -151,7 +151,7 @@ def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
         fit.add(parts, sum(c * x for c, x in zip(true, parts, strict=True)))
     assert fit.coefficients() == pytest.approx(true, rel=1e-3, abs=1e-6)
 
-    layout = CacheLayout(1, 1, 8, 4)
+    layout = CacheLayout((LayerGroup(1, 1, 8),), 4)
     budget = Budget(layout, 0, step_tokens=100, max_sequences=2, capacity_pages=4)
     rows = [PlannedRow(150, 3, 3), PlannedRow(50, 3, 1), PlannedRow(10, 1, 4)]
     # 100 of the first | its 50, and 50 of the second | two steps of both | the last, alone
@@ -162,6 +162,8 @@ def test_coefficients_come_back_and_a_forecast_plays_the_scheduler():
 
 
 def test_a_prefix_that_nobody_uses_makes_room():
-    budget = Budget(CacheLayout(1, 1, 8, 4), 0, step_tokens=100, max_sequences=2, capacity_pages=4)
+    budget = Budget(
+        CacheLayout((LayerGroup(1, 1, 8),), 4), 0, step_tokens=100, max_sequences=2, capacity_pages=4
+    )
     rows = [PlannedRow(50, 1, 1, shared_tokens=20), PlannedRow(60, 1, 4)]
     assert forecast(rows, budget, (0, 1, 0, 0, 0), prefix=PlannedRow(20, 0, 2)) == Forecast(90, 4)

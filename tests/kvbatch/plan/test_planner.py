@@ -13,9 +13,9 @@ from kvbatch.prompts.rendering import PromptBuilder
 from kvbatch.run_dir.plan_file import read_plan
 from kvcache.config import KVCacheConfig
 from kvcache.sizes.compressed import CompressedLayout
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
-LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=8, element_bytes=4, page_tokens=16)
+LAYOUT = CacheLayout((LayerGroup(2, 2, 8),), 4, page_tokens=16)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ def test_an_empty_corpus_has_an_empty_plan(plan):
 def test_a_plan_is_the_same_made_anew_from_its_rows(plan, job_file, tokenizer, tmp_path, overrides):
     documents = [Doc("7" * length, f"r{length}") for length in (10, 30, 150, 175, 400, 900)]
     layout = (
-        CompressedLayout(2, 2, 16, 4, 2, KVCacheConfig.preset("logs")) if "stream" in overrides[0] else LAYOUT
+        CompressedLayout((LayerGroup(2, 2, 16),), 4, 2, KVCacheConfig.preset("logs"))
+        if "stream" in overrides[0]
+        else LAYOUT
     )
     summary, rows, builder = plan(documents, *overrides, capacity_pages=400, layout=layout)
     assert {row.outcome for row in rows} == {"fits", overrides[0].split("=")[1].replace("m", "med")}

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kvcache.pages.block_allocator import BlockAllocator, PoolExhausted
 from kvcache.pages.page_pool import PagePool
 from kvcache.sequence.full import SequenceCache, slot_mapping
-from kvcache.sizes.full import CacheLayout
+from kvcache.sizes.full import CacheLayout, LayerGroup
 
-LAYOUT = CacheLayout(num_layers=2, num_kv_heads=2, head_dim=4, element_bytes=4, page_tokens=8)
+LAYOUT = CacheLayout((LayerGroup(2, 2, 4),), 4, page_tokens=8)
 
 
 def make_pool(num_pages: int) -> PagePool:

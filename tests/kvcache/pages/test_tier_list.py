@@ -10,6 +10,7 @@ from kvcache.pages.block_pool import BlockPool, PageStore
 from kvcache.pages.tier_list import TierList
 from kvcache.quantize.pages import dequantize_pages, quantize_pages
 from kvcache.sizes.compressed import CompressedLayout
+from kvcache.sizes.full import LayerGroup
 from kvcache.sizes.page_format import PageFormat
 
 FORMATS = [PageFormat(16, 16, 16, 16, 4), PageFormat(4, 4, 64, 16, 4)]
@@ -99,7 +100,7 @@ def test_rounding_in_every_chunk_stays_within_the_reservation(budget):
         tail_tokens=0,
         budget=budget,
     )
-    layout = CompressedLayout(8, 4, 16, 4, 4, policy)
+    layout = CompressedLayout((LayerGroup(8, 4, 16),), 4, 4, policy)
     shares = LaneShares.from_scores(torch.rand(8, 4, 100) * torch.rand(8, 4, 1))
     kept = torch.zeros(8, 4, dtype=torch.int64)  # 3.6 of each lane's 18 are kept
     for _ in range(160):
@@ -109,8 +110,8 @@ def test_rounding_in_every_chunk_stays_within_the_reservation(budget):
 
 
 def test_only_what_keeps_everything_reserves_for_a_long_answer():
-    layout = CompressedLayout(8, 4, 16, 4, 2, KVCacheConfig.preset("logs"))
+    layout = CompressedLayout((LayerGroup(8, 4, 16),), 4, 2, KVCacheConfig.preset("logs"))
     one_page = layout.sequence_pages(4064, 0, 64)
     assert layout.sequence_pages(8000, 0, 4000) == one_page > layout.sequence_pages(4001, 0, 1)
-    layout = CompressedLayout(8, 4, 16, 4, 2, KVCacheConfig.preset("default"))
+    layout = CompressedLayout((LayerGroup(8, 4, 16),), 4, 2, KVCacheConfig.preset("default"))
     assert layout.sequence_pages(8000, 0, 4000) > 1.5 * layout.sequence_pages(4000)
