@@ -49,13 +49,13 @@ def _two(first: float, second: float, *bits: int) -> tuple[Tier, ...]:
 
 # Every token. Two tiers, though of one format: scores then tell what to thin of a document beyond the context.
 _WHOLE = tuple((Tier(0.5, *bits), Tier(0.5, *bits)) for bits in ((4, 4), (8, 4), (8, 8)))
-_MILD = (_two(0.2, 0.6, 3, 2), _two(0.3, 0.7, 3, 2), _two(0.4, 0.6, 3, 3), *_WHOLE)
+_MILD = (_two(0.12, 0.75, 3, 2), _two(0.3, 0.7, 3, 2), _two(0.4, 0.6, 3, 3), *_WHOLE)
 
 # On the check texts, which are short and dense: documents of 4,000 tokens lose about half as much.
 PROMISES: dict[str, Promise] = {
-    "default": Promise("kl", 0.005, _MILD, first=1),
+    "default": Promise("kl", 0.0045, _MILD, first=1),
     "dialogue": Promise(
-        "kl", 0.005, ((Tier(0.4, 8, 8),), (Tier(0.5, 8, 8),), (Tier(0.7, 8, 8),), *_WHOLE[1:]), first=1
+        "kl", 0.0045, ((Tier(0.4, 8, 8),), (Tier(0.5, 8, 8),), (Tier(0.7, 8, 8),), *_WHOLE[1:]), first=1
     ),
     "aggressive": Promise(
         "kl",

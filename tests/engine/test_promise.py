@@ -157,7 +157,7 @@ def test_no_preset_runs_below_its_promise(tmp_path, caplog):
         ratios.append(loss.kv_ratio)
     assert ratios[0] < ratios[1]
     assert "default" in caplog.text and "of the bytes" in caplog.text
-    with pytest.raises(EngineError, match=r"cannot keep its promise.*of at most 0\.005"):
+    with pytest.raises(EngineError, match=r"cannot keep its promise.*of at most 0\.0045"):
         policy_of_preset("default", make_model(tmp_path / "sharp", sharpness=4.0), CONFIG, encode)
 
 
