@@ -154,7 +154,7 @@ def _look_into(folder: Path, kind: Kind, now_s: float, found: CacheFolder) -> No
 
 def _model_entry(final: Path, now_s: float) -> Entry:
     """Return a model with all that killed processes left of it."""
-    is_whole = final.exists()
+    is_whole = final.exists() and not final.is_symlink()
     sizes = [_size_and_time(directory) for directory in [*([final] if is_whole else []), *staged(final)]]
     state = "busy" if is_being_built(final) else "whole" if is_whole else "unfinished"
     age_s = max(0.0, now_s - max((written_s for _, written_s in sizes), default=now_s))

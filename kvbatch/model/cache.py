@@ -81,7 +81,8 @@ def model_of(directory: Path) -> Path | None:
 
 def staged(final: Path) -> list[Path]:
     """Return the directories in which a model is made or removed, or was when the process was killed."""
-    return [*final.parent.glob(f".{glob.escape(final.name)}-*")]
+    found = final.parent.glob(f".{glob.escape(final.name)}-*")
+    return [directory for directory in found if not directory.is_symlink()]
 
 
 def is_being_built(final: Path) -> bool:
@@ -109,7 +110,7 @@ def remove_model(final: Path) -> bool:
         with _locked(final, waits=False):
             for leftover in staged(final):
                 shutil.rmtree(leftover)
-            if final.exists():  # no new file is needed: the disk may be full
+            if final.exists() and not final.is_symlink():  # no new file is needed: the disk may be full
                 shutil.rmtree(final.rename(final.with_name(f".{final.name}-removed")))
     except BlockingIOError:
         return False
