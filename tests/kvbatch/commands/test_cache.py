@@ -15,7 +15,7 @@ from kvbatch.cache_folder.contents import KINDS
 from kvbatch.cli import cli
 from kvbatch.estimate.step_time import keep_speed
 from kvbatch.model import precision
-from kvbatch.model.cache import cached_model
+from kvbatch.model.cache import cached_model, remove_model
 from kvbatch.model.file_hashes import FileHashes
 from kvcache.config import KVCacheConfig
 from kvcache.kernels.cpu import build
@@ -124,22 +124,25 @@ def test_policies_are_told_and_damaged_ones_break_nothing(cache):
 def test_what_is_behind_a_link_or_not_of_kvbatch_stays(cache, tmp_path):
     outside = [put(tmp_path / "outside" / f"{name(digit)}.pt").parent for digit in "12"][0]
     own_model = put(tmp_path / "elsewhere" / "config.json").parent
-    own = put(cache / "calibration" / f"{name('3')}.pt")
+    linked, whole = (cache / "models" / f"{stem}-{'0' * 12}-v1" for stem in ("linked", "whole"))
+    (cache / "models").mkdir()
+    linked.symlink_to(own_model)
+    (cache / "models" / f".{whole.name}-other").symlink_to(own_model)
+    (cache / "calibration").mkdir()
     (cache / "calibration" / f"{name('1')}.pt").symlink_to(outside / f"{name('1')}.pt")
     (cache / "precision").symlink_to(outside)
-    (cache / "models").mkdir()
-    (cache / "models" / f"m-{'0' * 12}-v1").symlink_to(own_model)
-    (cache / "models" / f".m-{'0' * 12}-v1-removed").symlink_to(own_model)
     put(cache / "models" / "my-model-v1" / "config.json")
     put(cache / "speed" / "notes.json")
     put(cache / "photos" / f"{name()}.json")
-    before = {path: path.is_symlink() for path in tmp_path.rglob("*")}
-    assert listed()["num_entries"] == 1 and len(listed()["not_counted"]) == 7
+    foreign = {*tmp_path.rglob("*")}
+    put(whole / "config.json")
+    put(linked.with_name(f".{linked.name}-killed") / "config.json")
+    put(cache / "calibration" / f"{name('3')}.pt")
+    assert (listed()["num_entries"], listed()["num_bytes"], len(listed()["not_counted"])) == (3, 12, 7)
     text = call("clear", "--yes")
     assert text.count("a link, not followed") == 4 and text.count("not written by kvbatch") == 3
-    assert "removed      1 entry, 4 bytes" in text
-    assert {path: path.is_symlink() for path in tmp_path.rglob("*")} | {own: False} == before
-    assert not own.exists()
+    assert "removed      3 entries, 12 bytes" in text
+    assert {path for path in tmp_path.rglob("*") if path.suffix != ".lock"} == foreign
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,7 @@ def test_a_model_that_is_being_made_stays_and_the_rest_of_a_killed_one_goes(cach
         assert (model["state"], model["num_bytes"]) == ("busy", 2)
         text = call("clear", "--yes")
         assert "a process is making it" in text and "removed      0 entries" in text
+        assert not remove_model(cache / "models" / model["name"]), "nor if it began after the listing"
 
     key = f"small-{'0' * 12}"
     final = cached_model(cache, key, convert_while_another_process_clears, look_only=False)
