@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import click
 
 from kvbatch import __version__
-from kvbatch.commands import after, before, calibrate, init, running
+from kvbatch.commands import after, before, cache, calibrate, init, running
 from kvbatch.commands.common import printed
 from kvbatch.progress.streams import open_missing_descriptors, outlets
 from kvbatch.signals import hold_signals
@@ -90,5 +90,6 @@ for _command in (
     after.diff,
     after.export,
     after.verify,
+    cache.cache,
 ):
     cli.add_command(_command)

@@ -1,4 +1,4 @@
-"""Where the user's cache lies: compiled kernels, converted models, calibrations, speeds."""
+"""Where the user's cache lies; what is kept in it is tabled in `kvbatch.cache_folder`."""
 
 import os
 from pathlib import Path

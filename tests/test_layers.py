@@ -80,6 +80,7 @@ HOUSE: dict[str, dict[str, str]] = {
         "corpus": "errors, text",
         "job_file": "errors, corpus, engine, kvcache",
         "model": "errors, text, atomic_file, job_file, engine, kvcache",
+        "cache_folder": "errors, text, model, kvcache",
         "run_dir": "errors, text, atomic_file, corpus, job_file, model, engine, kvcache",
         "prompts": "errors, corpus, job_file, model, engine, kvcache",
         "plan": "errors, text, atomic_file, corpus, job_file, model, run_dir, prompts, engine, kvcache",

@@ -1,7 +1,9 @@
 """What commands share: one exit code per kind of failure, what becomes of their output, and options."""
 
 import functools
+import importlib
 import json
+import operator
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -120,3 +122,20 @@ def _code(error: BaseException) -> int:
 OVERRIDES = click.option(
     "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -s cache.preset=logs."
 )
+
+
+class Parsed(click.ParamType):
+    """Read an option by a function of another module, which is imported only then."""
+
+    def __init__(self, module: str, function: str):
+        self.name, self._module, self._function = function, module, function
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType.convert`."""
+        if not isinstance(value, str):
+            return value
+        read = operator.attrgetter(self._function)(importlib.import_module(self._module))
+        try:
+            return read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)

@@ -1,7 +1,5 @@
 """`run`, `resume` and `retry`."""
 
-import importlib
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbatch.commands.common import OVERRIDES, guarded_job, say, wants_json
+from kvbatch.commands.common import OVERRIDES, Parsed, guarded_job, say, wants_json
 from kvbatch.text import escaped
 
 if TYPE_CHECKING:
@@ -20,43 +18,26 @@ if TYPE_CHECKING:
     from kvbatch.run_dir.lock import IfLocked
 
 
-class _Parsed(click.ParamType):
-    """Read an option by a function of another module, which is imported only then."""
-
-    def __init__(self, module: str, function: str):
-        self.name, self._module, self._function = function, module, function
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType.convert`."""
-        if not isinstance(value, str):
-            return value
-        read = operator.attrgetter(self._function)(importlib.import_module(self._module))
-        try:
-            return read(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add what `run` and `resume` share."""
     options = (
         OVERRIDES,
         click.option(
             "--if-locked",
-            type=_Parsed("kvbatch.run_dir.lock", "IfLocked.parse"),
+            type=Parsed("kvbatch.run_dir.lock", "IfLocked.parse"),
             default="fail",
             metavar="fail|skip|wait:SECONDS",
             help="What to do while another process runs the job: exit 75 (fail), exit 0 (skip), wait.",
         ),
         click.option(
             "--deadline",
-            type=_Parsed("kvbatch.signals", "seconds_until"),
+            type=Parsed("kvbatch.signals", "seconds_until"),
             metavar="HH:MM",
             help="Stop at this time of the local clock, exit 75.",
         ),
         click.option(
             "--max-runtime",
-            type=_Parsed("kvbatch.signals", "parse_duration"),
+            type=Parsed("kvbatch.signals", "parse_duration"),
             metavar="5h",
             help="Stop after this time, exit 75.",
         ),

@@ -45,10 +45,13 @@ def command_lines(page: Path) -> Iterator[tuple[list[str], bool]]:
 def test_commands_are_those_of_the_command_line(page):
     for arguments, is_shown in command_lines(page):
         line = f"{name(page)}: kvbatch {shlex.join(arguments)}"
-        command = cli.commands.get(arguments[0])
+        command: click.Command | None = cli
+        while isinstance(command, click.Group) and arguments:
+            given, *arguments = arguments
+            command = command.commands.get(given)
         assert command, f"{line}: there is no such command"
         try:
-            command.make_context(arguments[0], arguments[1:], resilient_parsing=False)
+            command.make_context(given, arguments, resilient_parsing=False)
         except click.MissingParameter:
             assert not is_shown, f"{line}: an argument is missing"
         except click.ClickException as error:
@@ -56,8 +59,11 @@ def test_commands_are_those_of_the_command_line(page):
 
 
 def test_every_command_is_documented():
-    known = {arguments[0] for page in PAGES for arguments, _ in command_lines(page)}
-    assert known == set(cli.commands)
+    lines = [" ".join(arguments) for page in PAGES for arguments, _ in command_lines(page)]
+    assert {line.partition(" ")[0] for line in lines} == set(cli.commands)
+    groups = [group for group in cli.commands.values() if isinstance(group, click.Group)]
+    wanted = [f"{group.name} {command}" for group in groups for command in group.commands]
+    assert wanted and not [each for each in wanted if not any(line.startswith(each) for line in lines)]
 
 
 @all_pages
