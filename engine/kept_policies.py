@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class PolicyKey:
         device: its kind, `cpu` or `cuda`.
         preset: of the cache.
         changes: keys of `KVCacheConfig` that differ from the preset, as (name, value) pairs.
+        name: of the model, for people; the policy does not depend on it.
     """
 
     model: str
@@ -44,6 +45,7 @@ class PolicyKey:
     device: str
     preset: str
     changes: tuple[tuple[str, Any], ...] = ()
+    name: str = field(default="", compare=False)
 
     @property
     def promise(self) -> Promise | None:
@@ -59,7 +61,13 @@ class PolicyKey:
     @property
     def place(self) -> Path:
         """Where the policy is kept, in the user's cache folder."""
-        depends = (_FORMAT, asdict(self), self.promise, self.policy, sorted(check_texts().items()))
+        depends = (
+            _FORMAT,
+            asdict(replace(self, name="")),
+            self.promise,
+            self.policy,
+            sorted(check_texts().items()),
+        )
         digest = hashlib.sha256(repr(depends).encode()).hexdigest()[:20]
         return Path("policies", f"{digest}.json")
 
@@ -131,7 +139,7 @@ def fit_kept_policy(
             promise, policies, lambda policy, limit: meter.measure(policy, promise.measure, limit)
         )
     record = {
-        "model": key.model,
+        "model": key.name or key.model,
         "preset": key.preset,
         "dtype": key.dtype,
         "device": key.device,

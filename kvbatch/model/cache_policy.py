@@ -31,6 +31,7 @@ def policy_key(model: "ModelHandle", cache: "CacheSection") -> "PolicyKey":
         model.device,
         cache.preset,
         cache.changes,
+        model.section.name,
     )
 
 
