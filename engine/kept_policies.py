@@ -93,12 +93,15 @@ def policy_of_preset(preset: str, model: Decoder, config: EngineConfig, encode: 
     content = hashlib.sha256(repr(model.checksums()).encode()).hexdigest()[:20]
     quant = "int8" if model.has_int8_weights else None
     key = PolicyKey(content, str(model.dtype).removeprefix("torch."), quant, model.device.type, preset)
+    log = logging.getLogger(__name__)
+    if find_policy(key) is None:
+        log.info("cache %s: fitting it to the model, once; the model reads some ten thousand tokens", preset)
     fitted = fit_kept_policy(key, model, config, encode)
     if not fitted.holds:
         raise EngineError(
             f"cache {preset!r} cannot keep its promise on this model: the mildest policy has {fitted}"
         )
-    logging.getLogger(__name__).info("cache %s: %s", preset, fitted)
+    log.info("cache %s: %s", preset, fitted)
     return replace(policy, tiers=fitted.tiers)
 
 

@@ -59,13 +59,13 @@ PROMISES: dict[str, Promise] = {
     ),
     "aggressive": Promise(
         "kl",
-        0.013,
+        0.012,
         (_two(0.12, 0.32, 3, 2), _two(0.15, 0.42, 3, 2), _two(0.2, 0.55, 3, 2), *_MILD[1:]),
         first=1,
     ),
     "logs": Promise(
         "kl",
-        0.026,
+        0.02,
         (
             *(
                 _two(first, second, 3, 2)
