@@ -77,7 +77,7 @@ PROMISES: dict[str, Promise] = {
     ),
     "extract": Promise(
         "question",
-        0.06,
+        0.03,
         (*((Tier(ratio, 4, 4),) for ratio in (0.07, 0.1, 0.15, 0.22, 0.3, 0.5)), *_WHOLE),
         first=1,
     ),
