@@ -15,7 +15,7 @@ from engine.models.decoder import Decoder
 from kvcache.compress.lane_shares import STEPS, LaneShares
 
 
-def calibrate(model: Decoder, token_ids: Tokens[int] = ()) -> LaneShares:
+def lane_shares(model: Decoder, token_ids: Tokens[int] = ()) -> LaneShares:
     """Return the share of tokens that each lane needs, from the user's cache folder if the model was measured before.
 
     Args:

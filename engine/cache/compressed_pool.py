@@ -4,7 +4,7 @@ import torch
 
 from engine.cache.base import whole_dtype
 from engine.config import EngineConfig
-from engine.head_calibration import calibrate
+from engine.head_calibration import lane_shares
 from engine.memory_division import Budget
 from engine.models.decoder import Decoder
 from kvcache.compress.background import BackgroundCompressor
@@ -37,7 +37,7 @@ class CompressedPool:
         self._background = BackgroundCompressor(model.device) if budget.overlaps_compression else None
         self._compressor = Compressor(
             layout,
-            calibrate(model, config.calibration_token_ids) if config.cache.needs_calibration else None,
+            lane_shares(model, config.calibration_token_ids) if config.cache.needs_calibration else None,
             _value_weights(layout, model) if config.cache.compensates else None,
         )
 

@@ -36,7 +36,7 @@ def _limits(job: "Job", **given: Any) -> "QualityGuardSection":
 @click.option(
     "--what-if", "what_if", multiple=True, metavar="KEY=VALUE", help="Compare: cache.keep_ratio=0.3."
 )
-@click.option("--calibrate", is_flag=True, help="Measure the speed on a few rows, with the weights.")
+@click.option("--measure", is_flag=True, help="Measure the speed on a few rows, with the weights.")
 @click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="PRICE", help="Say what it costs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @guarded
@@ -44,7 +44,7 @@ def plan(
     job_file: Path,
     overrides: tuple[str, ...],
     what_if: tuple[str, ...],
-    calibrate: bool,
+    measure: bool,
     price_per_hour: float | None,
     as_json: bool,
 ) -> int:
@@ -57,7 +57,7 @@ def plan(
     job = load_job(job_file, overrides)
     other = load_job(job_file, (*overrides, *what_if)) if what_if else None
     with stop_on_signals() as stopper:
-        view = plan_job(job, what_if=what_if, other=other, calibrates=calibrate, stopper=stopper)
+        view = plan_job(job, what_if=what_if, other=other, measures=measure, stopper=stopper)
     if as_json:
         print_json(to_json(view, price_per_hour))
     else:

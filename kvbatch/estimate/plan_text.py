@@ -61,7 +61,7 @@ def _facts(view: PlanView, price_per_hour: float | None) -> Iterator[tuple[str, 
         answers = f"{estimate.answer_tokens:.0f} tokens an answer, {estimate.basis}"
         yield "time", f"{_duration(estimate.seconds)}, {answers}"
     else:
-        yield "time", "unknown; --calibrate measures it" if summary.num_running else "none: nothing is to run"
+        yield "time", "unknown; --measure measures it" if summary.num_running else "none: nothing is to run"
     if price_per_hour is not None:
         cost = f"{estimate.seconds / 3600 * price_per_hour:,.2f}" if estimate else "unknown"
         yield "cost", f"{cost} at {price_per_hour:g} an hour"

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from kvbatch.errors import InputError, JobFileError
-from kvbatch.estimate.running_time import Estimate, calibrate, estimate_time, keeping_rows
+from kvbatch.estimate.running_time import Estimate, estimate_time, keeping_rows, measure_speed
 from kvbatch.job_file.sections import Job
 from kvbatch.job_file.template import parse_template
 from kvbatch.model.cache_policy import known_policy, policy_text
@@ -80,14 +80,14 @@ def plan_job(
     *,
     what_if: Sequence[str] = (),
     other: Job | None = None,
-    calibrates: bool = False,
+    measures: bool = False,
     stopper: "Stopper | None" = None,
 ) -> PlanView:
     """Plan a job, unless a plan of the very same is there.
 
     Args:
         what_if: the keys that `other`, the job to compare with, has otherwise, as they were written.
-        calibrates: measure the speed on a few rows, for which the weights are loaded.
+        measures: measure the speed on a few rows, for which the weights are loaded.
 
     Raises:
         KvbatchError: With the exit code of what went wrong.
@@ -110,8 +110,8 @@ def plan_job(
         else:
             memory = opened.plan_memory()
             summary = _make(opened, memory, run, reuse, progress)
-        if calibrates and summary.num_running:
-            calibrate(opened, memory, progress)
+        if measures and summary.num_running:
+            measure_speed(opened, memory, progress)
         estimate = estimate_time(opened, memory, summary, run)
         lengths = _prompt_tokens(run)
         advice = preset_advice(job, opened.model, opened.prompts, lengths.tolist(), memory.budget_bytes)

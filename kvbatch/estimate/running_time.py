@@ -51,13 +51,13 @@ def keeping_rows(shards: Iterator[list[PlanRow]], rows: list[PlanRow]) -> Iterat
             rows += [row for row in shard if row.status == "ok"]
 
 
-def calibrate(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> None:
+def measure_speed(opened: OpenedJob, memory: "MemoryPlan", progress: "Progress") -> None:
     """Run a few of the job's own rows, together, and keep how fast they ran and how long their answers were."""
     from engine import EngineCore
     from engine.detokenizer import Detokenizer
     from engine.request_pages import prefix_pages, request_pages
 
-    progress.start("calibrating")
+    progress.start("measuring")
     found = sorted(
         (request for _, request in sample_requests(opened, _SAMPLE)), key=lambda r: len(r.prompt_token_ids)
     )
@@ -134,7 +134,7 @@ def _answer_tokens(opened: OpenedJob) -> tuple[float, str]:
     except InputError:
         pass
     try:
-        found = read_record(_answers_file(opened), "kvbatch plan --calibrate")["answer_tokens"]
+        found = read_record(_answers_file(opened), "kvbatch plan --measure")["answer_tokens"]
         return min(most, found), "as in the calibration"
     except (InputError, KeyError):
         return float(most), "the most there may be"

@@ -7,7 +7,7 @@ import torch
 
 from engine import calibration
 from engine.calibration import NUM_TOKENS
-from engine.head_calibration import calibrate
+from engine.head_calibration import lane_shares
 from engine.models import Decoder, load_model
 from engine.models.basis import ROTATED
 from kvcache.compress.lane_shares import LaneShares
@@ -41,26 +41,26 @@ def test_the_shares_are_those_of_what_a_second_reading_attends_to(model):
         weights[0, :, 300:, 16:300].amax(1).unflatten(0, (heads, -1)).amax(1) for weights in attentions
     ]
     expected = LaneShares.from_scores(torch.stack(received)).table
-    torch.testing.assert_close(calibrate(model, tokens).table, expected, rtol=0, atol=2 / 284)
+    torch.testing.assert_close(lane_shares(model, tokens).table, expected, rtol=0, atol=2 / 284)
 
 
 def test_a_model_is_measured_once(model, cache, monkeypatch):
-    first = calibrate(model)
+    first = lane_shares(model)
     assert first.table.shape == (65, model.config.num_layers, model.config.num_kv_heads)
     forward, calls = Decoder.forward, []
     monkeypatch.setattr(Decoder, "forward", lambda *args: calls.append(1) or forward(*args))
-    assert torch.equal(calibrate(model).table, first.table) and not calls
+    assert torch.equal(lane_shares(model).table, first.table) and not calls
     (kept,) = cache.iterdir()
     kept.write_bytes(b"not a table")
-    assert torch.equal(calibrate(model).table, first.table) and calls
-    calibrate(model, range(99))
+    assert torch.equal(lane_shares(model).table, first.table) and calls
+    lane_shares(model, range(99))
     assert len(list(cache.iterdir())) == 2  # another text is another measurement
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(model, cache, caplog):
     cache.parent.mkdir()
     cache.write_text("a file in the folder's place")
-    assert calibrate(model, range(50)).table[-1].eq(1).all()
+    assert lane_shares(model, range(50)).table[-1].eq(1).all()
     assert "cannot be stored" in caplog.text
 
 

@@ -131,7 +131,7 @@ def test_the_time_is_known_once_something_ran(job_file, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBATCH_CACHE", str(tmp_path / "cache"))
     path = str(job_file(documents(12), generation={"max_new_tokens": 30}))
     assert json.loads(call("plan", path, "--json"))["seconds"] is None
-    found = json.loads(call("plan", path, "--calibrate", "--price-per-hour", "3600", "--json"))
+    found = json.loads(call("plan", path, "--measure", "--price-per-hour", "3600", "--json"))
     assert found["seconds"] > 0 and found["cost"] == pytest.approx(found["seconds"])
     assert found["answer_tokens"] == 30
     assert "tokens an answer, as in the calibration" in call("plan", path)
