@@ -1,9 +1,10 @@
 """The cache policy of an opened job, fitted to its model where that was not done before."""
 
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
-from kvbatch.errors import LimitExceeded
+from kvbatch.errors import LimitExceeded, ModelUnavailable
 from kvbatch.opened_job import OpenedJob
 from kvbatch.progress.display import Progress
 
@@ -49,9 +50,15 @@ def check_promise(preset: str, model: str, fitted: "FittedPolicy") -> None:
 
     Raises:
         LimitExceeded: It does not.
+        ModelUnavailable: The model's logits are not finite numbers.
     """
+    name, value = fitted.worst
+    if not isfinite(fitted.loss):
+        raise ModelUnavailable(
+            f"model {model}: its logits are not finite numbers on a text of kvbatch's own ({name}); "
+            "set model.dtype: float32, or use another model"
+        )
     if not fitted.holds:
-        name, value = fitted.worst
         raise LimitExceeded(
             f"cache.preset {preset} cannot keep its promise on model {model}: the mildest of its policies has {fitted} "
             f"({name}: {value:.4f}); set cache.preset: none, or take a policy as it is with cache.tiers"

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from kvbatch.cli import cli
-from kvbatch.errors import JobChanged, LimitExceeded
+from kvbatch.errors import JobChanged, LimitExceeded, ModelUnavailable
 from kvbatch.job_file.load import load_job
 from kvbatch.report.summary import load_summary
 from kvbatch.report.summary_text import render
@@ -116,6 +116,12 @@ def test_runs_that_go_on_or_reuse_rows_keep_the_policy(job_file, put_model, cach
     (second.path / "_SUCCESS").unlink()
     with pytest.raises(JobChanged, match=r"cache\.promise"):
         run(path, "cache.preset=logs", resume=RunDirectory(second.path))
+
+
+def test_a_model_without_finite_logits_is_named(job_file, put_model, cache):
+    put_model(output=float("inf"))
+    with pytest.raises(ModelUnavailable, match="model model: its logits are not finite numbers"):
+        run(job_file(RECORDS, **DEFAULT))
 
 
 def test_calibrate_fits_presets_beforehand(job_file, put_model, cache):
