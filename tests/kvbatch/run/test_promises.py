@@ -71,11 +71,11 @@ def test_a_job_is_fitted_once_and_its_promise_is_told(job_file, put_model, cache
     assert record["preset"] == "default" and record["kl"] <= PROMISES["default"].limit
     manifest = found.run.read_manifest()
     assert manifest.cache_policy == record["fitted"] and manifest.cache_preset == "default"
-    assert manifest.semantic["cache.promise"] == "kl 0.0045" and manifest.semantic["cache policy"]
+    assert manifest.semantic["cache.promise"] == "kl 0.003" and manifest.semantic["cache policy"]
     summary = load_summary(found.run.path)
     longest = output(found.run)["kvb_prompt_tokens"].max()
     line = f"preset default: {manifest.fitted}, longest row {longest:,}"
-    assert "of at most 0.0045, measured at" in line and line in render(summary)
+    assert "of at most 0.003, measured at" in line and line in render(summary)
     assert "cache KL" in found.run.page.read_text() and summary["calibrating_s"] > 0
     for command in ("validate", "plan"):
         assert f"default, {manifest.fitted}" in printed(command, path)
