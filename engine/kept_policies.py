@@ -22,7 +22,7 @@ from kvcache.kernels.cpu.build import cpu_name
 from kvcache.promises import KEPT_KEYS, PROMISES, Promise
 from kvcache.user_cache import user_cache
 
-_FORMAT = 1  # of pages and of what is measured; another one asks for another measurement
+_FORMAT = 2  # of pages and of what is measured; another one asks for another measurement
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,16 @@ def test_a_loss_is_that_of_reading_through_the_cache(tmp_path):
     assert read == ["story"] and stopped.value > 0  # no more is read than shows that the limit is broken
 
 
+def test_rounding_alone_is_no_loss(tmp_path):
+    make_model(tmp_path)
+    model = load_model(tmp_path, dtype=torch.bfloat16, basis=ROTATED)
+    texts = check_texts_of(TEXTS, encode, model.config.max_context)
+    meter = LossMeter(model, CONFIG, texts)
+    assert meter.measure(KVCacheConfig("sparse", page_tokens=16), "kl").value < 1e-3
+    assert meter.measure(KVCacheConfig("sparse"), "kl").value == 0
+    assert meter.measure(KVCacheConfig.preset("default"), "kl").value > 0.01
+
+
 def test_a_policy_is_fitted_once_and_kept(tmp_path, monkeypatch):
     model = make_model(tmp_path)
     monkeypatch.setattr(kept_policies, "user_cache", lambda: tmp_path / "cache")
