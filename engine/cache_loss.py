@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 from statistics import fmean
 
 import torch
@@ -107,7 +108,7 @@ class LossMeter:
         self._full: dict[tuple[str, str], tuple[Tensor, int]] = {}
         self._noises: dict[str, float] = {}
 
-    def measure(self, policy: KVCacheConfig, measure: str, limit: float = float("inf")) -> Loss:
+    def measure(self, policy: KVCacheConfig, measure: str, limit: float = inf) -> Loss:
         """Read the texts through a cache.
 
         Args:
@@ -129,16 +130,17 @@ class LossMeter:
             self._advance(text.name, len(text.context))
             target = list(text.answer if measure == "question" and text.answer else text.continuation)
             found = drift(target, probs, full.float())
-            value = found.nll - found.full_nll if measure == "question" else found.kl - self._noise(text)
-            value = value if measure == "question" else max(value, 0.0)  # NaN stays NaN
-            losses[text.name] = value if torch.isfinite(torch.tensor(value)) else float("inf")
+            if measure == "question":
+                value = found.nll - found.full_nll
+            else:
+                value = max(found.kl - self._noise(text), 0.0)  # in this order NaN stays NaN
+            losses[text.name] = value if isfinite(value) else inf
             ratios.append(num_bytes / full_bytes)
             if measure == "kl" and sum(losses.values()) > limit * len(self._texts):
                 break
         worst = max(losses, key=lambda name: losses[name])
-        divided_by = len(self._texts) if len(losses) < len(self._texts) else len(losses)
         return Loss(
-            sum(losses.values()) / divided_by,
+            sum(losses.values()) / len(self._texts),
             (worst, losses[worst]),
             fmean(ratios),
             max(len(text.context) for text in self._texts),
